@@ -55,13 +55,14 @@ fn bounded() -> loom::model::Builder {
 /// put has to decide while the count changes under it; or two getters.
 #[test]
 fn a_drop_against_speculative_gets() {
-    let cases: [(u64, u64, &[fn(&Page) -> u32]); 3] =
+    type Does = fn(&Page) -> u32;
+    let cases: [(u64, u64, &[Does]); 3] =
         [(1, 0, &[Page::visit]), (3, 1, &[Page::put, Page::visit]), (1, 0, &[Page::visit, Page::visit])];
     for (state, side, others) in cases {
         let model = if others.len() > 1 { bounded() } else { loom::model::Builder::new() };
         model.check(move || {
             let page = Page::new(state, side);
-            let beside = |does: &fn(&Page) -> u32| {
+            let beside = |does: &Does| {
                 let (page, does) = (Arc::clone(&page), *does);
                 thread::spawn(move || does(&page))
             };
@@ -204,6 +205,7 @@ fn refill_and_free_against_a_remote_drain() {
 
         fn serve(&self) {
             let drain = || {
+                // SAFETY: the cache is the owner's; loom checks that.
                 let cached = self.cache.with_mut(|cache| unsafe { core::mem::take(&mut *cache) });
                 *self.node.lock().unwrap() += cached;
             };
@@ -218,11 +220,13 @@ fn refill_and_free_against_a_remote_drain() {
                     return;
                 }
             }
+            // SAFETY: as above.
             self.cache.with_mut(|cache| unsafe { *cache += 1 });
         }
     }
-    // SAFETY: the cache is the owner's; loom checks that.
+    // SAFETY: as above.
     unsafe impl Sync for Cpu {}
+    // SAFETY: as above.
     unsafe impl Send for Cpu {}
     loom::model(|| {
         let cpu = Arc::new(Cpu {
@@ -242,6 +246,7 @@ fn refill_and_free_against_a_remote_drain() {
         let served = !cpu.mailbox.pending();
         let found = *cpu.node.lock().unwrap();
         owner.join().unwrap();
+        // SAFETY: the owner has ended.
         let cached = cpu.cache.with(|cache| unsafe { *cache });
         assert_eq!(cached + *cpu.node.lock().unwrap(), 2, "a frame was lost");
         if served || !cpu.mailbox.pending() {
@@ -328,6 +333,7 @@ fn a_freeze_against_speculative_gets() {
                 let page = &other.page;
                 match refs::try_get(&page.state, 0, &page.side()) {
                     Ok(true) => {
+                        // SAFETY: loom checks who reaches the content when.
                         other.content.with(|content| unsafe { core::hint::black_box(*content) });
                         page.put()
                     }
@@ -338,6 +344,7 @@ fn a_freeze_against_speculative_gets() {
             let page = &looked.page;
             let frozen = refs::freeze(&page.state, 0, &page.side());
             if frozen {
+                // SAFETY: as above.
                 looked.content.with_mut(|content| unsafe { *content = 7 });
                 // Its next life.
                 refs::hold(&page.state, 0);

@@ -385,30 +385,25 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tests::{BYTES, PAGE, cached, config, kept};
     use crate::wire::{Forget, KeepAs, Wish};
     use std::os::fd::OwnedFd;
 
     /// A daemon that is started for another node than its predecessor was says of no memory that it is from there.
     #[test]
     fn memory_from_elsewhere_is_not_lent_as_from_a_node() {
-        let page = Page::Transparent;
-        let on = |node| MemoryFile::on(node, page, page.bytes()).expect("a file");
-        let config = |node| PoolConfig { node, ..PoolConfig::new(page, Shapes(vec![page.bytes(); 3]), u64::MAX, 0) };
-        let wish = |node, secret| {
-            let keep = Some(KeepAs { name: "cache".to_owned(), secret });
-            Wish { keep, node, ..Wish::of(page.bytes()) }
-        };
+        let on = |node| MemoryFile::on(node, PAGE, BYTES).expect("a file");
+        let config = |node| PoolConfig { node, ..config(&[1; 3]) };
+        let wish = |node, secret| Wish { node, ..cached(secret) };
         let lease = |daemon: &Daemon, wish| daemon.lease(&Asker::user(0), 7, &wish);
         let (anywhere, there) = (Daemon::new(config(None)), Daemon::new(config(Some(1))));
         [&anywhere, &there].iter().for_each(|daemon| daemon.adopt(vec![on(None), on(Some(1)), on(Some(12))]));
         assert_eq!([&anywhere, &there].map(|daemon| daemon.status().ready.len()), [1, 1]);
         let kept_from = |node: Option<u32>| {
             let daemon = Daemon::new(config(Some(1)));
-            let secret = Some("secret".to_owned());
-            let kept =
-                Kept::new(on(node).into_fd(), (&Asker::user(0), Who::User(0)), "cache".to_owned(), "secret".to_owned());
-            daemon.adopt_kept(vec![kept.expect("a record")]);
-            let at_home = lease(&daemon, wish(Some(1), secret.clone()));
+            let secret = Some("secret");
+            daemon.adopt_kept(vec![kept(on(node), 0)]);
+            let at_home = lease(&daemon, wish(Some(1), secret));
             assert_eq!(at_home.is_ok(), node == Some(1));
             at_home.or_else(|_| lease(&daemon, wish(None, secret))).map(|(leased, _)| leased.node)
         };
@@ -421,16 +416,13 @@ mod tests {
     #[test]
     fn each_event_is_a_line_of_json() {
         let (mut read, write) = std::io::pipe().expect("a pipe");
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
-        let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
+        let daemon = Daemon::with_log(config(&[1]), OwnedFd::from(write).into());
         let (root, keep) = (&Asker::user(0), KeepAs { name: "a\"b".to_owned(), secret: None });
         let wish = |bytes| Wish { keep: Some(keep.clone()), ..Wish::of(bytes) };
         let lease = |bytes| daemon.lease(root, 7, &wish(bytes));
-        assert!(lease(1).is_err() && lease(page.bytes()).is_err(), "no size; nothing ready");
-        // Whatever pages it has: the daemon asks for those that are missing.
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let (leased, file) = lease(page.bytes()).expect("leased");
+        assert!(lease(1).is_err() && lease(BYTES).is_err(), "no size; nothing ready");
+        daemon.gets(1);
+        let (leased, file) = lease(BYTES).expect("leased");
         (0..3).for_each(|_| daemon.seen(leased.lease, Seen::Placed));
         daemon.end(leased.lease);
         daemon.forget(root, &Forget { keep, uid: None }).expect("forgotten");

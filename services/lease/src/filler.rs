@@ -306,10 +306,8 @@ fn no_pages(config: &PoolConfig, missing: u64) -> String {
 mod tests {
     use super::*;
     use crate::daemon::REST;
-    use crate::policy::Asker;
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, config, daemon, file};
     use crate::throttle::most_in_a_second;
-    use crate::wire::Wish;
     use std::cell::{Cell, RefCell};
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -367,18 +365,16 @@ mod tests {
     /// As the daemon's thread fills: in no second more than a tenth above `--max-bandwidth`, and in all no less than it allows.
     #[test]
     fn no_second_sees_more_than_the_cap_and_a_tenth() {
-        let page = Page::Transparent;
         // Files of some seconds each, and of a few chunks.
-        for (cap, file) in [(24, 60), (50, 7), (1000, 4000), (333, 2)].map(|(cap, pages)| (cap * page.bytes(), pages)) {
+        for (cap, file) in [(24, 60), (50, 7), (1000, 4000), (333, 2)].map(|(cap, pages)| (cap * BYTES, pages)) {
             for late in [Duration::ZERO, Duration::from_millis(700)] {
                 let files = 200_u64.div_ceil(file).max(2);
-                let shapes = Shapes(vec![file * page.bytes(); files as usize]);
-                let daemon = Daemon::new(PoolConfig::new(page, shapes, u64::MAX, 0));
+                let daemon = daemon(&vec![file; files as usize]);
                 let machine = Paced { late, ..Paced::default() };
                 machine.run(&daemon, cap);
                 let filled = machine.filled.borrow();
                 let all: u64 = filled.iter().map(|(_, bytes)| bytes).sum();
-                assert_eq!(all, files * file * page.bytes());
+                assert_eq!(all, files * file * BYTES);
                 let most = most_in_a_second(&filled);
                 assert!(most * 10 <= cap * 11, "{most} bytes in a second at a cap of {cap}");
                 let rate = all as f64 / machine.now().as_secs_f64();
@@ -390,18 +386,16 @@ mod tests {
     /// While others wait the rate is halved every second, whatever the files' length, and doubled again as often; the status says so.
     #[test]
     fn a_busy_machine_is_filled_more_slowly() {
-        let page = Page::Transparent;
         let (cap, busy) = (64, Duration::from_secs(10));
         for file in [4, 50, 700] {
-            let shapes = Shapes(vec![file * page.bytes(); 700 / file as usize]);
-            let daemon = Daemon::new(PoolConfig::new(page, shapes, u64::MAX, 0));
+            let daemon = daemon(&vec![file; 700 / file as usize]);
             let machine = Paced { busy, ..Paced::default() };
-            machine.run(&daemon, cap * page.bytes());
+            machine.run(&daemon, cap * BYTES);
             let pages = |from: u64, to: u64| {
                 let within = |at: Duration| (from..to).contains(&at.as_secs());
                 let bytes =
                     machine.filled.borrow().iter().filter(|(at, _)| within(*at)).map(|(_, bytes)| bytes).sum::<u64>();
-                bytes / page.bytes()
+                bytes / BYTES
             };
             let at_first = pages(0, 1);
             assert!((cap / 4..=cap / 2).contains(&at_first), "{at_first} of {cap} in the first second");
@@ -424,7 +418,7 @@ mod tests {
         // SAFETY: asks about a thread.
         let policy =
             |thread: libc::pid_t| unsafe { libc::syscall(libc::SYS_sched_getscheduler, thread) } as libc::c_int;
-        let (page, over) = (Page::Transparent, &AtomicBool::new(false));
+        let over = &AtomicBool::new(false);
         std::thread::scope(|scope| {
             let (tell, told) = std::sync::mpsc::channel();
             scope.spawn(move || {
@@ -432,7 +426,7 @@ mod tests {
                 let may = background::hurried(|| policy(0)) == libc::SCHED_OTHER;
                 tell.send((me(), may)).expect("heard");
                 while !over.load(Ordering::Relaxed) {
-                    let file = MemoryFile::new(page, 8 * page.bytes()).expect("a file");
+                    let file = file(8);
                     // Where the machine has no huge pages for it, it has small ones.
                     let _ = ThisMachine { began: Instant::now() }.fill(&file, 0, file.bytes());
                 }
@@ -469,14 +463,13 @@ mod tests {
 
     /// What a filler begins that may take three pages at most, and why it waits.
     fn begun(shapes: &[u64], keep_free: u64) -> (Vec<u64>, String) {
-        let (page, bytes) = (Page::Huge2M, Page::Huge2M.bytes());
-        let config = PoolConfig::new(page, Shapes(shapes.iter().map(|pages| pages * bytes).collect()), u64::MAX, 0);
-        let free = |_, _| Some(3 * Page::Huge2M.bytes());
-        let daemon = Daemon::new(PoolConfig { free, keep_free: keep_free * bytes, ..config });
+        let free = |_, _| Some(3 * BYTES);
+        let keep_free = keep_free * BYTES;
+        let daemon = Daemon::new(PoolConfig { page: Page::Huge2M, free, keep_free, ..config(shapes) });
         let machine = Full::default();
         fill_on(&machine, &daemon, &Manners::default());
         let begun = machine.filled.into_inner();
-        (begun.into_iter().map(|(_, file)| file / bytes).collect(), daemon.waiting().0.expect("it waits"))
+        (begun.into_iter().map(|(_, file)| file / BYTES).collect(), daemon.waiting().0.expect("it waits"))
     }
 
     /// Whoever has too few pages is told what to add for all that is missing; whoever may not have those that are there is not. What
@@ -523,19 +516,14 @@ mod tests {
     /// which the kernel ends the daemon.
     #[test]
     fn a_file_is_given_up_for_want_of_a_margin() {
-        let (page, bytes) = (Page::Transparent, Page::Transparent.bytes());
-        let config = PoolConfig::new(page, Shapes(vec![4 * bytes]), u64::MAX, 0);
-        let daemon = Daemon::new(PoolConfig { free: |_, _| Some(LEFT.get()), keep_free: bytes, ..config });
-        LEFT.set(7 * bytes);
+        let daemon = Daemon::new(PoolConfig { free: |_, _| Some(LEFT.get()), keep_free: BYTES, ..config(&[4]) });
+        LEFT.set(7 * BYTES);
         let machine = Shared::default();
-        fill_on(&machine, &daemon, &Manners { cap: Some(20 * bytes), ..Manners::default() });
-        assert_eq!(machine.left.into_inner(), [5 * bytes, 3 * bytes, bytes], "nothing of the margin");
+        fill_on(&machine, &daemon, &Manners { cap: Some(20 * BYTES), ..Manners::default() });
+        assert_eq!(machine.left.into_inner(), [5 * BYTES, 3 * BYTES, BYTES], "nothing of the margin");
         assert!(daemon.status().ready.is_empty());
         let why = daemon.waiting().0.expect("it waits");
-        assert!(
-            why.starts_with(&format!("{} bytes missing", bytes)) && why.contains("raise the group's limit"),
-            "{why}"
-        );
+        assert!(why.starts_with(&format!("{BYTES} bytes missing")) && why.contains("raise the group's limit"), "{why}");
     }
 
     /// Whose memory is leased when a template is filled for the first time.
@@ -554,15 +542,14 @@ mod tests {
             daemon.may_go_on(Duration::ZERO)
         }
         fn fill(&self, file: &MemoryFile, from: u64, _: u64) -> Result<(), FileError> {
-            let page = file.page().bytes();
-            self.filled.borrow_mut().push(file.bytes() / page);
-            if file.bytes() > page && from == 0 {
-                self.daemon.lease(&Asker::user(0), 7, &Wish::of(page)).expect("it is ready");
+            self.filled.borrow_mut().push(file.bytes() / BYTES);
+            if file.bytes() > BYTES && from == 0 {
+                self.daemon.lends(0, BYTES).expect("it is ready");
             }
             if self.filled.borrow().len() == 5 {
                 self.daemon.stop();
             }
-            let is_late = file.bytes() == page && self.filled.borrow().len() > 1;
+            let is_late = file.bytes() == BYTES && self.filled.borrow().len() > 1;
             if self.fails && is_late { Err(FileError::NoPages) } else { Ok(()) }
         }
     }
@@ -571,17 +558,16 @@ mod tests {
     /// tried once beside a template.
     #[test]
     fn clear_memory_is_filled_beside_a_template() {
-        let (page, bytes) = (Page::Transparent, Page::Transparent.bytes());
         let path = std::env::temp_dir().join(format!("hugemm-filler-{}", std::process::id()));
         let file = std::fs::File::create(&path).expect("a file");
-        file.set_len(3 * bytes).expect("a length");
+        file.set_len(3 * BYTES).expect("a length");
         let templates = vec![crate::template::Template { name: "snap".to_owned(), path: path.clone() }];
-        let config = PoolConfig { templates, ..PoolConfig::new(page, Shapes(vec![bytes]), u64::MAX, 0) };
+        let config = PoolConfig { templates, ..config(&[1]) };
         let filled = [false, true].map(|fails| {
             let daemon = Daemon::new(config.clone());
             daemon.look_at_template(0);
             let machine = Leased { daemon: &daemon, fails, filled: RefCell::default() };
-            fill_on(&machine, &daemon, &Manners { cap: Some(bytes), ..Manners::default() });
+            fill_on(&machine, &daemon, &Manners { cap: Some(BYTES), ..Manners::default() });
             machine.filled.into_inner()
         });
         std::fs::remove_file(&path).expect("removed");
@@ -615,8 +601,7 @@ mod tests {
     /// Whatever happens to one file, others are filled.
     #[test]
     fn filling_goes_on_after_a_panic() {
-        let bytes = Page::Transparent.bytes();
-        let daemon = Daemon::new(PoolConfig::new(Page::Transparent, Shapes(vec![bytes]), u64::MAX, 0));
+        let daemon = daemon(&[1]);
         std::thread::scope(|scope| {
             let filled = scope.spawn(|| fill_on(&Faulty::default(), &daemon, &Manners::default()));
             let end = Instant::now() + Duration::from_secs(20);
@@ -626,7 +611,7 @@ mod tests {
             daemon.stop();
             filled.join().expect("it goes on");
         });
-        assert_eq!(daemon.status().ready, [bytes]);
+        assert_eq!(daemon.status().ready, [BYTES]);
     }
 
     /// The machine's owner is told what forbids it, which is not what is missing.
@@ -639,22 +624,20 @@ mod tests {
 
     #[test]
     fn a_program_starts_before_the_next_file_is_filled() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), 2 * page.bytes(), 0));
+        let daemon = daemon(&[1; 2]);
         let looked = || {
             let machine = Full::default();
             let mut throttle = Throttle::new(1 << 30);
             let mut filler = Filler { machine: &machine, daemon: &daemon, throttle: &mut throttle, looked: &mut None };
-            assert!(matches!(filler.file(page.bytes(), page.bytes(), None), Ok(None)));
+            assert!(matches!(filler.file(BYTES, BYTES, None), Ok(None)));
             daemon.filled(0, Duration::ZERO, Duration::ZERO);
             machine.filled.borrow()[0].0
         };
         looked();
         assert!(daemon.rest().is_zero(), "nobody has leased");
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish::of(page.bytes());
+        daemon.gets(1);
         let leased = Instant::now();
-        daemon.lease(&Asker::user(0), 7, &wish).expect("leased");
+        daemon.lends(0, BYTES).expect("leased");
         assert!(looked() - leased >= REST);
     }
 }

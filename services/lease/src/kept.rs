@@ -281,21 +281,15 @@ impl Record {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory_file::MemoryFile;
+    use crate::tests::{BYTES, file, is_root, kept, stored};
 
     /// An owner of transparent pages can cut its memory to a record's length, and write into it that others' memory is its own.
     #[test]
     fn a_record_that_an_owner_has_written_is_none() {
-        if !geteuid().is_root() {
-            eprintln!("skipped: only root has other users");
+        if !is_root("has other users") {
             return;
         }
-        let kept = |uid, name: &str| {
-            let memory = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file").into_fd();
-            let whose = (&Asker::user(uid), Who::User(uid));
-            Kept::new(memory, whose, name.to_owned(), name.to_owned()).expect("a record")
-        };
-        let (owner, forger) = (kept(1000, "owner"), kept(2000, "forger"));
+        let (owner, forger) = (kept(file(1), 1000), kept(file(1), 2000));
         let forged = serde_json::to_vec(&Record { uid: 2000, ..owner.record.clone() }).expect("text");
         rustix::fs::ftruncate(&forger.memory, RECORD as u64).expect("its own");
         let mut text = [b' '; RECORD];
@@ -304,8 +298,6 @@ mod tests {
         // As if the daemon had ended while it asked about it.
         fchown(&forger.memory, Some(geteuid()), None).expect("root may");
         let find = |order: [&Kept; 2]| {
-            let stored =
-                |kept: &Kept| kept.both().map(|fd| (kept.name_in_store(), fd.try_clone_to_owned().expect("one")));
             let found = Kept::find(order.into_iter().flat_map(stored).rev().collect());
             assert!(found.rest.is_empty() && found.unread.is_empty());
             found.kept.iter().map(|kept| (kept.record.uid, kept.inode)).collect::<Vec<_>>()
@@ -320,21 +312,17 @@ mod tests {
     #[test]
     fn a_record_of_another_version_loses_nothing() {
         let uid = geteuid().as_raw();
-        let bytes = Page::Transparent.bytes();
         let found = |text: &str| {
-            let memory = MemoryFile::new(Page::Transparent, bytes).expect("a file").into_fd();
-            let whose = (&Asker::user(uid), Who::User(uid));
-            let kept = Kept::new(memory, whose, "cache".to_owned(), "secret".to_owned()).expect("a record");
+            let kept = kept(file(1), uid);
             kept.write(text.as_bytes()).expect("written");
             let name = kept.name_in_store();
-            let both = kept.both().map(|fd| (name.clone(), fd.try_clone_to_owned().expect("a descriptor")));
-            let Found { kept, unread, rest } = Kept::find(both.into());
+            let Found { kept, unread, rest } = Kept::find(stored(&kept).into());
             let kept: Vec<_> = kept.into_iter().map(|kept| kept.record).collect();
             (kept, unread == [name], rest.len())
         };
         let first = format!(r#"{{"uid":{uid},"name":"cache","secret":"secret","inode":7,"owner":null}}"#);
         let (gid, account) = (Asker::user(uid).gid, Who::User(uid));
-        let record = Record { uid, gid, account, name: "cache".to_owned(), secret: "secret".to_owned(), bytes };
+        let record = Record { uid, gid, account, name: "cache".to_owned(), secret: "secret".to_owned(), bytes: BYTES };
         assert_eq!(found(&first), (vec![record], false, 0));
         assert_eq!(found(r#"{"owners":[7]}"#), (vec![], true, 0), "of a later version");
         assert_eq!(found(""), (vec![], false, 1), "forgotten");

@@ -234,28 +234,25 @@ const LEAST_PART: u64 = 8;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::{Daemon, PoolConfig};
-    use crate::memory_file::MemoryFile;
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, PAGE, daemon, file};
     use crate::wire::Request;
     use std::os::fd::AsFd;
 
     /// A program that starts machine after machine, each of which gives its memory back, may go on for ever.
     #[test]
     fn what_is_given_back_is_lent_again() {
-        let page = Page::Transparent;
-        let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0)));
+        let daemon = Arc::new(daemon(&[1]));
         let path = std::env::temp_dir().join(format!("hugemm-lending-{}", std::process::id()));
         let listener = crate::listener::Listener::bind(&path, false).expect("a socket");
         let (stops, stop) = io::pipe().expect("a pipe");
         thread::scope(|scope| {
             let serves = scope.spawn(|| crate::server::serve(&daemon, &listener, stops.as_fd()));
             let connection = Connection::open(&path).expect("there is room");
-            let mut lending = Lending::up_to(connection, 2 * page.bytes(), None, None).expect("more than the least");
+            let mut lending = Lending::up_to(connection, 2 * BYTES, None, None).expect("more than the least");
             let mut lend = || {
-                daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-                match lending.take(page.bytes()) {
-                    Ok(None) => lending.asked(page.bytes()),
+                daemon.gets(1);
+                match lending.take(BYTES) {
+                    Ok(None) => lending.asked(BYTES),
                     other => other.map(|lent| lent.expect("asked for")),
                 }
             };
@@ -282,15 +279,13 @@ mod tests {
         let served = rustix::net::accept(&listener).expect("a client");
         let mut asker = Asker::of(&connection).expect("a thread");
         drop(connection);
-        let page = Page::Transparent;
-        let question = |pages| Question { wish: Wish::of(pages * page.bytes()), out: Vec::new(), missing: 0 };
+        let question = |pages| Question { wish: Wish::of(pages * BYTES), out: Vec::new(), missing: 0 };
         [2, 4].into_iter().for_each(|pages| asker.wishes.send(question(pages)).expect("it hears"));
         let hear = || crate::wire::receive::<Request>(served.as_fd()).expect("open").map(|(request, _)| request);
-        assert_eq!(hear(), Some(Request::Lease(Wish::of(2 * page.bytes()))));
-        let file = crate::memory_file::MemoryFile::new(page, page.bytes()).expect("a file");
-        let (lease, bytes) = (1, page.bytes());
+        assert_eq!(hear(), Some(Request::Lease(Wish::of(2 * BYTES))));
+        let (lease, bytes, page) = (1, BYTES, PAGE);
         let about = Leased { lease, bytes, page, node: None, filled_late: 0, secret: None, resumed: false };
-        crate::wire::send(served.as_fd(), &crate::wire::Answer::Leased(about), Some(file.as_fd())).expect("sent");
+        crate::wire::send(served.as_fd(), &crate::wire::Answer::Leased(about), Some(file(1).as_fd())).expect("sent");
         assert!(asker.answer().is_some_and(|(_, answer)| answer.is_err()), "of another length");
         assert!(asker.answer().is_none() && hear().is_none(), "it asks no more");
     }

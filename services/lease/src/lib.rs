@@ -47,5 +47,7 @@ pub mod status;
 pub mod stock;
 pub mod supervisor;
 pub mod template;
+#[cfg(test)]
+mod tests;
 pub mod throttle;
 pub mod wire;

@@ -195,10 +195,9 @@ fn answer(daemon: &Daemon, mut stream: &File) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::PoolConfig;
     use crate::memory_file::Page;
     use crate::status::{Counts, Lent, TemplateMemory};
-    use crate::stock::Shapes;
+    use crate::tests::daemon;
 
     fn status() -> Status {
         let mut times = LeaseTimes::default();
@@ -234,8 +233,7 @@ mod tests {
     fn a_slow_peer_keeps_nobody_waiting() {
         let place = std::env::temp_dir().join(format!("hugemm-metrics-{}", std::process::id()));
         let listener = bind(place.to_str().expect("UTF-8")).expect("a socket");
-        let (page, bytes) = (Page::Huge2M, Page::Huge2M.bytes());
-        let daemon = Arc::new(Daemon::new(PoolConfig::new(page, Shapes(vec![bytes]), bytes, 0)));
+        let daemon = Arc::new(daemon(&[1]));
         // For as long as the tests run.
         thread::spawn(move || serve(&daemon, &listener));
         let connect = || std::os::unix::net::UnixStream::connect(&place).expect("connected");

@@ -315,8 +315,7 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
-    use crate::memory_file::{MemoryFile, Page};
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, config, daemon};
     use crate::wire::{Seen, Wish};
     use rustix::net::{AddressFamily, SocketType, socketpair};
 
@@ -324,9 +323,7 @@ mod tests {
     #[test]
     fn what_is_said_of_a_lease_counts_once() {
         let (mut log, write) = std::io::pipe().expect("a pipe");
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), page.bytes(), 0);
-        let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
+        let daemon = Daemon::with_log(config(&[1; 2]), OwnedFd::from(write).into());
         let user = User::default();
         std::thread::scope(|scope| {
             let connect = || {
@@ -342,8 +339,8 @@ mod tests {
                 wire::receive_answer(socket.as_fd()).expect("received").expect("an answer").0
             };
             let lease = |socket: &OwnedFd| {
-                daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-                wire::send(socket.as_fd(), &Request::Lease(Wish::of(page.bytes())), None).expect("sent");
+                daemon.gets(1);
+                wire::send(socket.as_fd(), &Request::Lease(Wish::of(BYTES)), None).expect("sent");
                 match wire::receive_answer(socket.as_fd()).expect("received") {
                     Some((Answer::Leased(leased), file)) => (leased.lease, file),
                     other => panic!("{other:?}"),
@@ -409,8 +406,7 @@ mod tests {
         let (mut users, room) = (BTreeMap::new(), 16);
         let policy = (1000..1010).map(|uid| format!("uid {uid} 1\n")).collect::<String>();
         let policy = crate::policy::LendingPolicy::read(0, &policy, |text| text.parse().ok()).expect("lines");
-        let config = PoolConfig::new(Page::Huge2M, Shapes(Vec::new()), 0, 0);
-        let daemon = Daemon::new(PoolConfig { policy, ..config });
+        let daemon = Daemon::new(PoolConfig { policy, ..config(&[]) });
         let connection = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("a descriptor");
         let mut has = |uid| {
             let enter = |_| enter(&mut users, &daemon, &Asker::user(uid), &connection, room).ok();
@@ -425,8 +421,7 @@ mod tests {
     /// keeps none from the others.
     #[test]
     fn connections_of_a_user_are_answered_by_turns() {
-        let config = PoolConfig::new(Page::Huge2M, Shapes(vec![Page::Huge2M.bytes(); 1000]), Page::Huge2M.bytes(), 0);
-        let daemon = Arc::new(Daemon::new(config));
+        let daemon = Arc::new(daemon(&[1; 1000]));
         let connect = |user: &Arc<User>| {
             let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
             let ((ours, theirs), daemon, user) = (pair.expect("a pair"), Arc::clone(&daemon), Arc::clone(user));

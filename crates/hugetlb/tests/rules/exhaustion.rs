@@ -1,12 +1,13 @@
 //! Memory that runs out at every place where it can, and resizes at random while others look.
 
 use crate::support::{
-    BASE, CPUS, Faults, Machine, Others, SPAN, Shape, Stop, descriptor_of, machine, run_as, with_pool, with_pools,
+    BASE, CPUS, Faults, Machine, Others, Shape, Stop, descriptor_of, machine, run_as, with_pool, with_pool_of,
+    with_pools,
 };
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{Cpu, CpuCx, FrameUse, Never, Order, PageSize, Pfn, with};
 use hugemm_frames::AllocRequest;
-use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -195,9 +196,7 @@ fn a_poisoned_page_gives_no_frames_for_descriptors() {
         .into_iter()
         .flat_map(|size| [true, false].map(|by_tidy| (size, if size == PageSize::Size1G { 32 } else { 4 }, by_tidy)))
     {
-        machine(&Shape::spans(spans), Faults::default(), |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool_of(size, &Shape::spans(spans), Faults::default(), |m, pool, mut cx| {
             assert_eq!(m.set(&pool, 2).entered, 2);
             let (victim, _) = pool.pages().next().expect("two");
             let bad = Pfn::new(victim.get() + size.pages() - 2);
@@ -250,11 +249,8 @@ fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
                     noted.store(pool.note_hwpoison(cx, bad).is_ok(), Ordering::Relaxed);
                 }
             };
-            let faults = &m.frames.env().inject;
-            faults.arm(FaultPlan::periodic(0, 1));
             let shrink = |cx: &mut CpuCx<'_, _>| pool.resize(cx, &m.optimizer, 0, Nodes::All, &Never);
-            m.threads.interrupted(struck, shrink).expect("idle");
-            faults.disarm();
+            m.out_of_memory(|| m.threads.interrupted(struck, shrink).expect("idle"));
             let mut descriptors = (m.all.base().get()..m.all.end().get()).step_by(64).map(Pfn::new);
             let noted = noted.into_inner();
             assert!(!noted || !descriptors.any(|pfn| m.walk(pfn).is_some_and(|leaf| leaf.frame == bad)), "call {at}");
@@ -274,17 +270,15 @@ fn a_page_that_is_struck_gives_no_frames_for_descriptors() {
 #[test]
 fn descriptors_from_a_donor_are_mended() {
     for (size, spans) in [(PageSize::Size2M, 5), (PageSize::Size1G, 32)] {
-        machine(&Shape { breaks: true, stale: spans == 5, ..Shape::spans(spans) }, Faults::default(), |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let shape = Shape { breaks: true, stale: spans == 5, ..Shape::spans(spans) };
+        with_pool_of(size, &shape, Faults::default(), |m, pool, mut cx| {
             // Parts of blocks: some entries of a table change.
             assert_eq!(m.set(&pool, if spans == 5 { 70 } else { 2 }).lean, if spans == 5 { 70 } else { 2 });
-            let faults = &m.frames.env().inject;
-            faults.arm(FaultPlan::periodic(0, 1));
             let victim = pool.pages().next().expect("some").0;
-            assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim).expect("carved").carved, 1);
-            assert!(m.set(&pool, 0).carved > 0);
-            faults.disarm();
+            m.out_of_memory(|| {
+                assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim).expect("carved").carved, 1);
+                assert!(m.set(&pool, 0).carved > 0);
+            });
             for frame in (m.all.base().get()..m.all.end().get()).step_by(64).map(Pfn::new) {
                 assert!(m.map.walk(descriptor_of(frame)).is_some_and(|leaf| leaf.writable), "{frame}");
             }
@@ -362,10 +356,7 @@ fn a_fat_page_can_always_be_demoted() {
     {
         let policy = with!(OptimizerPolicy::default(), swap);
         machine(&Shape { policy, ..Shape::spans(32) }, Faults::default(), |m| {
-            let mut areas = m.areas.clone();
-            if !described {
-                areas = areas.iter().map(|area| PoolArena::new(area.extent(), area.node())).collect();
-            }
+            let areas = if described { m.areas.clone() } else { m.undescribed() };
             let (mut large, mut small) =
                 [PageSize::Size1G, PageSize::Size2M].map(|size| m.pool_memory_over(areas.clone(), size)).into();
             let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
@@ -373,12 +364,8 @@ fn a_fat_page_can_always_be_demoted() {
             assert_eq!(m.set(&large, 1).entered, 1);
             m.optimizer.set_enabled(true);
             let before = m.descriptor_frames();
-            let faults = &m.frames.env().inject;
-            if !memory {
-                faults.arm(FaultPlan::periodic(0, 1));
-            }
-            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
-            faults.disarm();
+            let mut demote = || large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one is free");
+            let report = if memory { demote() } else { m.out_of_memory(demote) };
             assert_eq!((report.entered, report.left), (512, 1), "swap {swap}, described {described}");
             assert_eq!((small.lean_pages(), large.lean_pages()), (lean, 0), "swap {swap}, described {described}");
             assert_eq!(before - m.descriptor_frames(), lean / 64 * (512 - 65));
@@ -425,11 +412,8 @@ fn a_page_that_does_not_dissolve_counts_as_before() {
             assert_eq!((before.total, before.surplus), (persistent + surplus, surplus));
             // The promises go elsewhere: a page may leave.
             pool.unreserve(&cx, persistent + surplus).expect("promised");
-            let faults = &m.frames.env().inject;
-            faults.arm(FaultPlan::periodic(0, 1));
             let victim = pool.pages().next().expect("one").0;
-            let refused = pool.dissolve(&mut cx, &m.optimizer, victim);
-            faults.disarm();
+            let refused = m.out_of_memory(|| pool.dissolve(&mut cx, &m.optimizer, victim));
             assert_eq!(refused, Err(PoolError::OutOfMemory));
             assert_eq!(pool.counts(&cx).counts, before);
         });
@@ -453,78 +437,76 @@ fn walkers_look_on_while_entries_break() {
 }
 
 fn walkers_look_on(m: &Machine<'_, Faults>) {
-    {
-        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
-        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
-        let others = Others::new(m, 100);
-        // A counted page, so that walkers get some references.
-        let counted = m.frames.alloc(&cx, hugemm_frames::AllocRequest::default()).expect("one");
-        let shared = m.frames.count(counted).expect("frozen");
-        let counted = shared.pfn();
-        m.set(&small, 64);
-        m.set(&large, 1);
-        m.guard_tails();
-        let (stop, looked, got) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
-        std::thread::scope(|s| {
-            for cpu in 5..CPUS as u32 {
-                let (stop, looked, got) = (&stop, &looked, &got);
-                s.spawn(move || {
-                    run_as(cpu);
-                    let cx = m.threads.cx();
-                    let mut random = Random(cpu.into());
-                    while !stop.load(Ordering::Relaxed) {
-                        let pfn = match random.below(16) {
-                            0 => counted,
-                            _ => Pfn::new(BASE + random.below(m.all.pages())),
-                        };
-                        // What a PFN walker does: looks up the head, loads from the descriptor, tries to get it.
-                        let head = m.frames.head_of(pfn);
-                        std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load(random.word() as usize)));
-                        // SAFETY: no LRU lists these frames.
-                        if let Ok(Some(folio)) = unsafe { m.frames.try_get(pfn) } {
-                            assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
-                            got.fetch_add(1, Ordering::Relaxed);
-                            let _ = m.frames.put(&cx, folio).expect("ours");
-                        }
-                        looked.fetch_add(1, Ordering::Relaxed);
+    let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+    let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+    let others = Others::new(m, 100);
+    // A counted page, so that walkers get some references.
+    let counted = m.frames.alloc(&cx, hugemm_frames::AllocRequest::default()).expect("one");
+    let shared = m.frames.count(counted).expect("frozen");
+    let counted = shared.pfn();
+    m.set(&small, 64);
+    m.set(&large, 1);
+    m.guard_tails();
+    let (stop, looked, got) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    std::thread::scope(|s| {
+        for cpu in 5..CPUS as u32 {
+            let (stop, looked, got) = (&stop, &looked, &got);
+            s.spawn(move || {
+                run_as(cpu);
+                let cx = m.threads.cx();
+                let mut random = Random(cpu.into());
+                while !stop.load(Ordering::Relaxed) {
+                    let pfn = match random.below(16) {
+                        0 => counted,
+                        _ => Pfn::new(BASE + random.below(m.all.pages())),
+                    };
+                    // What a PFN walker does: looks up the head, loads from the descriptor, tries to get it.
+                    let head = m.frames.head_of(pfn);
+                    std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load(random.word() as usize)));
+                    // SAFETY: no LRU lists these frames.
+                    if let Ok(Some(folio)) = unsafe { m.frames.try_get(pfn) } {
+                        assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
+                        got.fetch_add(1, Ordering::Relaxed);
+                        let _ = m.frames.put(&cx, folio).expect("ours");
                     }
-                });
-            }
-            let _stop = Stop(&stop);
-            let mut random = Random(7);
-            let mut dice = |sides| random.below(sides);
-            for cycle in 0..100 {
-                let faults = &m.frames.env().inject;
-                if dice(3) == 0 {
-                    faults.arm(FaultPlan::random(dice(300), [0, 16, 128, 224][dice(4) as usize], dice(1 << 31)));
+                    looked.fetch_add(1, Ordering::Relaxed);
                 }
-                m.optimizer.set_enabled(dice(5) != 0);
-                match dice(6) {
-                    0 => _ = m.set(&large, dice(3)),
-                    1 => _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1),
-                    2 => {
-                        if let Some((page, _)) = small.pages().nth(dice(64) as usize) {
-                            let _ = small.dissolve(&mut cx, &m.optimizer, page);
-                        }
-                    }
-                    _ => _ = m.set(&small, dice(600)),
-                }
-                faults.disarm();
-                assert!(small.is_consistent(&cx) && large.is_consistent(&cx), "cycle {cycle}");
-                others.check(m);
-            }
-        });
-        m.set(&small, 0);
-        m.set(&large, 0);
-        small.tidy(&mut cx, &m.optimizer).expect("idle");
-        large.tidy(&mut cx, &m.optimizer).expect("idle");
-        let _ = m.frames.put(&cx, shared).expect("ours");
-        others.free(m);
-        for cpu in 0..CPUS as u32 {
-            run_as(cpu);
-            m.frames.drain(&m.threads.cx());
+            });
         }
-        m.nothing_is_lost(0);
-        assert!(SPAN > 0 && looked.load(Ordering::Relaxed) > 10_000 && got.load(Ordering::Relaxed) > 0);
+        let _stop = Stop(&stop);
+        let mut random = Random(7);
+        let mut dice = |sides| random.below(sides);
+        for cycle in 0..100 {
+            let faults = &m.frames.env().inject;
+            if dice(3) == 0 {
+                faults.arm(FaultPlan::random(dice(300), [0, 16, 128, 224][dice(4) as usize], dice(1 << 31)));
+            }
+            m.optimizer.set_enabled(dice(5) != 0);
+            match dice(6) {
+                0 => _ = m.set(&large, dice(3)),
+                1 => _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1),
+                2 => {
+                    if let Some((page, _)) = small.pages().nth(dice(64) as usize) {
+                        let _ = small.dissolve(&mut cx, &m.optimizer, page);
+                    }
+                }
+                _ => _ = m.set(&small, dice(600)),
+            }
+            faults.disarm();
+            assert!(small.is_consistent(&cx) && large.is_consistent(&cx), "cycle {cycle}");
+            others.check(m);
+        }
+    });
+    m.set(&small, 0);
+    m.set(&large, 0);
+    small.tidy(&mut cx, &m.optimizer).expect("idle");
+    large.tidy(&mut cx, &m.optimizer).expect("idle");
+    let _ = m.frames.put(&cx, shared).expect("ours");
+    others.free(m);
+    for cpu in 0..CPUS as u32 {
+        run_as(cpu);
+        m.frames.drain(&m.threads.cx());
     }
+    m.nothing_is_lost(0);
+    assert!(looked.load(Ordering::Relaxed) > 10_000 && got.load(Ordering::Relaxed) > 0);
 }

@@ -1,6 +1,6 @@
 //! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, and an end.
 
-use crate::support::{Shape, machine};
+use crate::support::{Shape, with_pool_of};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Never, NodeId, PageSize, Pfn};
 use hugemm_hugetlb::{HugePage, HugePageCounts, Nodes, PoolError};
@@ -10,9 +10,7 @@ const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, 
 #[test]
 fn a_pool_asked_for_anything() {
     for (size, spans) in [(PageSize::Size2M, 2), (PageSize::Size1G, 20)] {
-        machine(&Shape::spans(spans), NoFaults, |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        with_pool_of(size, &Shape::spans(spans), NoFaults, |m, pool, mut cx| {
             m.set(&pool, 1);
             for number in NUMBERS {
                 let frame = Pfn::new(number << 18 | number);

@@ -1,10 +1,13 @@
 //! What growing and shrinking do to descriptors, counted.
 
-use crate::support::{BASE, Machine, ORIGIN, SPAN, Shape, Stop, extent, machine, run_as, with_pool, with_pools};
+use crate::support::{
+    BASE, Machine, ORIGIN, SPAN, Shape, Stop, extent, machine, run_as, with_pool, with_pool_of, with_pools,
+};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CancelFlag, Cpu, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
-use hugemm_frames::AllocRequest;
-use hugemm_hugetlb::{DescriptorMap, Mapped, Nodes, OptimizerPolicy};
+use hugemm_base::{CancelFlag, Cpu, CpuCx, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr, with};
+use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
+use hugemm_threads::Threads;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Takes what is free of the span that holds the descriptors, so that pools begin at the next.
@@ -14,11 +17,15 @@ fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
     rest.pages()
 }
 
+/// Somebody takes all that is free.
+fn all_that_is_free(m: &Machine<'_, NoFaults>) -> Vec<Frozen> {
+    let take = |order| m.frames.alloc(&m.threads.cx(), AllocRequest::order(Order::new(order).expect("valid"))).ok();
+    (0..=18).rev().flat_map(|order| std::iter::from_fn(move || take(order))).collect()
+}
+
 #[test]
 fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
-    let whole_blocks = |m: &Machine<'_, NoFaults>| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, cx) = (memory.pool(), m.threads.cx());
+    let whole_blocks = |m: &Machine<'_, NoFaults>, pool: HugePool<'_>, cx: CpuCx<'_, Threads>| {
         let used = occupy_the_first_span(m);
         let before = m.free_frames();
         let up = m.set(&pool, 256);
@@ -33,8 +40,8 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
         assert!(pool.is_consistent(&cx));
         assert_eq!(m.map.hw().flushes.load(Ordering::Relaxed), 2);
     };
-    machine(&Shape::spans(6), NoFaults, whole_blocks);
-    machine(&Shape { breaks: true, ..Shape::spans(6) }, NoFaults, whole_blocks);
+    with_pool(&Shape::spans(6), NoFaults, whole_blocks);
+    with_pool(&Shape { breaks: true, ..Shape::spans(6) }, NoFaults, whole_blocks);
 }
 
 /// Heads go where there is room, a frame at a time if need be.
@@ -93,9 +100,7 @@ fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
 #[test]
 fn a_1_gib_page_keeps_one_head_and_one_table() {
     for breaks in [false, true] {
-        machine(&Shape { breaks, ..Shape::spans(24) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(PageSize::Size1G);
-            let pool = memory.pool();
+        with_pool_of(PageSize::Size1G, &Shape { breaks, ..Shape::spans(24) }, NoFaults, |m, pool, _| {
             let before = m.free_frames();
             let up = m.set(&pool, 2);
             assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
@@ -166,35 +171,10 @@ fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
 }
 
 #[test]
-fn a_block_is_whole_again_after_all_of_it_has_left() {
-    with_pool(&Shape::spans(4), NoFaults, |m, pool, _| {
-        occupy_the_first_span(m);
-        let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
-        let before = m.map.mapped(block);
-        assert!(matches!(before, Mapped::Whole(_)));
-        m.set(&pool, 128);
-        assert!(matches!(m.map.mapped(block), Mapped::Table(_)));
-        m.set(&pool, 0);
-        assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
-        // Heads can be written again, each of them.
-        for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
-            // SAFETY: the words of free blocks' heads, which no queue holds.
-            unsafe { m.frames.descriptor_at(Pfn::new(frame)) }.expect("managed").store(0, frame);
-        }
-    });
-}
-
-#[test]
 fn an_area_without_descriptors_is_never_optimized() {
     machine(&Shape::spans(2), NoFaults, |m| {
-        let mut areas: Vec<_> =
-            m.areas.iter().map(|area| hugemm_hugetlb::PoolArena::new(area.extent(), area.node())).collect();
-        let groups = hugemm_hugetlb::HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, PageSize::Size2M);
-        let mut groups: Vec<_> = (0..groups).map(|_| hugemm_hugetlb::Group::default()).collect();
-        let mut nodes = [hugemm_hugetlb::HugePageCounts::default()];
-        let pool: hugemm_hugetlb::HugePool<'_> =
-            hugemm_hugetlb::HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
-        let _ = m.threads.cx();
+        let mut memory = m.pool_memory_over(m.undescribed(), PageSize::Size2M);
+        let pool = memory.pool();
         let up = m.set(&pool, 70);
         assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (70, 0, 0, 0));
         assert_eq!(m.set(&pool, 0).left, 70);
@@ -223,23 +203,14 @@ fn a_request_that_fits_only_with_the_savings_succeeds() {
 #[test]
 fn shrinking_never_fails() {
     for (size, spans) in [(PageSize::Size2M, 6), (PageSize::Size1G, 20)] {
-        machine(&Shape { stale: spans == 6, ..Shape::spans(spans) }, NoFaults, |m| {
-            let mut memory = m.pool_memory(size);
-            let (pool, cx) = (memory.pool(), m.threads.cx());
+        with_pool_of(size, &Shape { stale: spans == 6, ..Shape::spans(spans) }, NoFaults, |m, pool, cx| {
             let up = m.set(&pool, u64::MAX >> 20);
-            let mut used = Vec::new();
-            for order in (0..=18).rev() {
-                while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
-                    used.push(block);
-                }
-            }
+            let used = all_that_is_free(m);
             assert_eq!(m.free_frames(), 0);
             let down = m.set(&pool, 0);
             assert_eq!((down.left, down.lent), (up.entered, 0), "{down:?}");
             assert!(down.carved >= 1 && down.flushes <= 1 + 2 * down.carved, "{down:?}");
-            for block in used {
-                m.frames.free(&cx, block);
-            }
+            used.into_iter().for_each(|block| m.frames.free(&cx, block));
             m.nothing_is_lost(0);
             // What was carved is given back when the optimizer comes again.
             let again = m.set(&pool, up.entered / 2);
@@ -256,12 +227,7 @@ fn without_carving_pages_that_cannot_be_restored_become_surplus() {
     with_pool(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m, pool, mut cx| {
         occupy_the_first_span(m);
         let up = m.set(&pool, 320);
-        let mut used = Vec::new();
-        for order in (0..=9).rev() {
-            while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
-                used.push(block);
-            }
-        }
+        let mut used = all_that_is_free(m);
         let down = m.set(&pool, 0);
         assert_eq!((down.left, down.lent), (0, up.entered));
         let counts = pool.counts(&cx).counts;
@@ -271,9 +237,7 @@ fn without_carving_pages_that_cannot_be_restored_become_surplus() {
         let tidied = pool.tidy(&mut cx, &m.optimizer).expect("idle");
         assert_eq!(tidied.left, up.entered);
         assert!(tidied.flushes == tidied.batches, "{tidied:?}");
-        for block in used {
-            m.frames.free(&cx, block);
-        }
+        used.into_iter().for_each(|block| m.frames.free(&cx, block));
     });
 }
 

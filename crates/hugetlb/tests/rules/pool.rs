@@ -3,10 +3,10 @@
 use crate::support::{
     BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool, with_pools,
 };
-use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
+use hugemm_base::inject::{Inject, NoFaults};
 use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
+use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
 use proptest::prelude::*;
 
 /// A page that nobody has promised: a surplus one if none is free.
@@ -169,23 +169,18 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
 fn a_page_dissolves_or_stays() {
     with_pool(&Shape::spans(4), Faults::default(), |m, pool, mut cx| {
         m.set(&pool, 70);
-        let _ = &m.frames.env().inject;
         let (victim, _) = pool.pages().nth(5).expect("70");
         let taken = pool.take(&cx, Nodes::All, false).expect("free");
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, taken.extent().base()), Err(PoolError::Busy));
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, Pfn::new(3)), Err(PoolError::NotInPool));
         let last = Pfn::new(m.all.end().get() - 1);
-        assert_eq!(
-            pool.dissolve(&mut cx, &m.optimizer, last),
-            Err(PoolError::NotInPool),
-            "memory that is no page of it"
-        );
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, last), Err(PoolError::NotInPool), "no page of it");
         assert_eq!(pool.reserve(&cx, 69), Ok(()));
         assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim), Err(PoolError::Busy));
         pool.unreserve(&cx, 69).expect("69");
         // No allocation succeeds: the frames come from the page itself.
-        let report =
-            m.out_of_memory(|| pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.get() + 77)).expect("carved"));
+        let part = Pfn::new(victim.get() + 77);
+        let report = m.out_of_memory(|| pool.dissolve(&mut cx, &m.optimizer, part).expect("carved"));
         assert_eq!((report.left, report.carved), (1, 1));
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::new(69, 68, 0));
         assert!(pool.is_consistent(&cx) && pool.pages().all(|(pfn, _)| pfn != victim));
@@ -212,11 +207,10 @@ fn overcommitting_without_memory_is_told_apart_from_the_limit() {
         assert_eq!(pool.unreserve(&cx, 0), Ok(false), "nothing is surplus");
         pool.set_overcommit(&cx, 8);
         pool.reserve(&cx, 2).expect("two");
-        let faults = &m.frames.env().inject;
-        faults.arm(FaultPlan::periodic(0, 1));
-        assert_eq!(take_more(m, &pool, &mut cx), Err(PoolError::OutOfMemory));
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 3), Err(PoolError::OutOfMemory));
-        faults.disarm();
+        m.out_of_memory(|| {
+            assert_eq!(take_more(m, &pool, &mut cx), Err(PoolError::OutOfMemory));
+            assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 3), Err(PoolError::OutOfMemory));
+        });
         assert_eq!((pool.counts(&cx).reserved, pool.counts(&cx).counts.total), (2, 2));
         // A page of the other size is none of this pool's.
         let page = pool.take(&cx, Nodes::All, true).expect("promised");
@@ -313,10 +307,8 @@ fn a_node_gives_what_a_hundred_others_have_not() {
 #[test]
 fn a_pool_of_one_of_two_nodes_grows() {
     machine(&Shape { nodes: vec![2, 2], ..Shape::spans(0) }, NoFaults, |m| {
-        let mut areas = m.areas[..1].to_vec();
-        let mut groups: Vec<Group> = (0..2).map(|_| Group::default()).collect();
-        let mut nodes = [HugePageCounts::default()];
-        let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+        let mut memory = m.pool_memory_over(m.areas[..1].to_vec(), PageSize::Size2M);
+        let pool = memory.pool();
         for cpu in [0, CPUS as u32 - 1] {
             run_as(cpu);
             m.set(&pool, 50);

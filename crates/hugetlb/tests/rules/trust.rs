@@ -1,7 +1,7 @@
 //! What must not happen whatever safe code does, and whenever it stops: a page in two hands, or free memory whose descriptors
 //! somebody cannot write.
 
-use crate::support::{Machine, Shape, extent, machine, run_as, with_pool, with_pools};
+use crate::support::{Machine, Shape, extent, machine, run_as, with_pool, with_pool_of, with_pools};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{Cancel, CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, with};
@@ -19,6 +19,16 @@ const POLICIES: [OptimizerPolicy; 2] =
 
 /// How long a flush takes, and how long a worker is held up at most.
 const HELD_UP: Duration = Duration::from_millis(1);
+
+/// Somebody else's CPU.
+const OTHER: u32 = 4;
+
+/// Does something as another CPU.
+fn elsewhere(then: impl FnOnce()) {
+    run_as(OTHER);
+    then();
+    run_as(0);
+}
 
 /// This CPU takes a look at every descriptor of memory, and remembers.
 fn look_at_all(m: &Machine<'_, NoFaults>) {
@@ -62,7 +72,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                 let (pages, done, got) = (&pages, &done, &got);
                 // The next owner.
                 let next = s.spawn(move || {
-                    run_as(4);
+                    run_as(OTHER);
                     let cx = m.threads.cx();
                     look_at_all(m);
                     let mut left = pages.clone();
@@ -92,9 +102,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                     wait_for_a_flush(m, &mut random);
                     let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
                     if pages.contains(&block.pfn()) {
-                        run_as(4);
-                        can_be_written(m, block.extent());
-                        run_as(0);
+                        elsewhere(|| can_be_written(m, block.extent()));
                     }
                     m.frames.free(cx, block);
                 };
@@ -119,34 +127,27 @@ fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
     for (size, spans, pages) in [(PageSize::Size1G, 20, 2), (PageSize::Size2M, 5, 200)] {
         for (edits, flushes) in (1..20).map(|n| (n, 0)).chain([(0, 1), (0, 2)]) {
             for (shrinking, breaks) in [(false, false), (true, false), (false, true), (true, true)] {
-                let planned = machine(&Shape { breaks, ..Shape::spans(spans) }, NoFaults, |m| {
-                    let mut memory = m.pool_memory(size);
-                    let (pool, mut cx) = (memory.pool(), m.threads.cx());
-                    if shrinking {
-                        m.set(&pool, pages);
-                    }
-                    run_as(4);
-                    look_at_all(m);
-                    run_as(0);
-                    let hw = m.map.hw();
-                    hw.edits_left.store(edits, Ordering::Relaxed);
-                    hw.flushes_left.store(flushes, Ordering::Relaxed);
-                    let target = if shrinking { 0 } else { pages };
-                    let ended = catch_unwind(AssertUnwindSafe(|| m.set(&pool, target)));
-                    hw.edits_left.store(0, Ordering::Relaxed);
-                    hw.flushes_left.store(0, Ordering::Relaxed);
-                    run_as(4);
-                    look_at_all(m);
-                    run_as(0);
-                    m.set(&pool, 0);
-                    pool.tidy(&mut cx, &m.optimizer).expect("idle");
-                    assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
-                    assert!(pool.is_consistent(&cx));
-                    run_as(4);
-                    can_be_written(m, m.all);
-                    run_as(0);
-                    ended.is_err()
-                });
+                let planned =
+                    with_pool_of(size, &Shape { breaks, ..Shape::spans(spans) }, NoFaults, |m, pool, mut cx| {
+                        if shrinking {
+                            m.set(&pool, pages);
+                        }
+                        elsewhere(|| look_at_all(m));
+                        let hw = m.map.hw();
+                        hw.edits_left.store(edits, Ordering::Relaxed);
+                        hw.flushes_left.store(flushes, Ordering::Relaxed);
+                        let target = if shrinking { 0 } else { pages };
+                        let ended = catch_unwind(AssertUnwindSafe(|| m.set(&pool, target)));
+                        hw.edits_left.store(0, Ordering::Relaxed);
+                        hw.flushes_left.store(0, Ordering::Relaxed);
+                        elsewhere(|| look_at_all(m));
+                        m.set(&pool, 0);
+                        pool.tidy(&mut cx, &m.optimizer).expect("idle");
+                        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
+                        assert!(pool.is_consistent(&cx));
+                        elsewhere(|| can_be_written(m, m.all));
+                        ended.is_err()
+                    });
                 assert!(planned || edits > 2 || flushes > 1, "{edits} edits, {flushes} flushes, {shrinking}");
             }
         }
@@ -293,12 +294,8 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         let page = large.pages().next().expect("one").0;
         let half = extent(page.get(), 1 << 17);
         for areas in [vec![PoolArena::new(half, NodeId::new(0))], vec![PoolArena::new(m.all, NodeId::new(0))], vec![]] {
-            let mut areas = areas;
-            let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
-            let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
-            let mut nodes = [HugePageCounts::default()];
-            let other = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
-            let refused = large.demote(&mut cx, &m.optimizer, &other, Nodes::All, 1);
+            let mut memory = m.pool_memory_over(areas, PageSize::Size2M);
+            let refused = large.demote(&mut cx, &m.optimizer, &memory.pool(), Nodes::All, 1);
             assert_eq!(refused, Err(PoolError::NotInPool));
             assert_eq!(large.counts(&cx).counts.free, 1);
         }

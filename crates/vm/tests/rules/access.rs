@@ -1,14 +1,13 @@
 //! A space's memory from outside of it: any address and length, what is missing, shared, away and denied. On both formats.
 
-use crate::support::{AT, Cx, Model, Rig, as_first, bounds, on_both_formats, span, with_cpu};
+use crate::support::{AT, Cx, Model, Rig, SMALL, as_first, bounds, on_both_formats, span, with_cpu};
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_threads::Random;
 use hugemm_vm::{AccessError, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const BYTES: u64 = 6 << 20;
 
 fn stopped(done: u64, at: u64, cause: impl Fn(VirtAddr) -> VmError) -> Result<(), AccessError> {
@@ -141,7 +140,7 @@ fn what_cannot_be_reached_ends_it() {
 
 /// A page that a fork shares is copied before it is written; zeroes take no page where there is none; memory may run out anywhere.
 fn forked(rig: &Rig<'_>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let area = rig.vm.map(cx, &space, span(AT, 0x8000), SMALL, Backing::Private);
         let zeroed = rig.vm.zero(cx, &space, VirtAddr::new(AT + 7), 0x7000);

@@ -1,14 +1,12 @@
 //! What somebody knows of a range is heeded where it costs or saves something, and changes no content. On both formats.
 
 use crate::sources::File;
-use crate::support::{AT, Metered, as_first, bounds, on_both_formats, span, with_cpu, with_format};
+use crate::support::{AT, Metered, SMALL, as_first, bounds, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Advice, Backing, Pattern, Usage, VmError, VmaKind};
 use std::sync::atomic::Ordering;
-
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 fn read_ahead<F: PageFormat>() {
     for (advice, around) in [(Advice::Normal, 16), (Advice::Sequential, 64), (Advice::Random, 1)] {
@@ -27,8 +25,7 @@ fn read_ahead<F: PageFormat>() {
             let mut word = [0; 8];
             rig.vm.read(cx, &space, at(66), &mut word).expect("memory");
             assert_eq!(u64::from_le_bytes(word), 66 << 12);
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
+            rig.end_shown(cx, (object, space));
         });
     }
 }
@@ -126,7 +123,7 @@ fn cold<F: PageFormat>(size: PageSize) {
 fn every_allocation_may_fail() {
     every_fault(|plan| {
         with_format::<Metered, true>(16, 1, 7, plan, |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                 let Ok(object) = rig.vm.open_source(cx, File::new(40 << 12)) else {
                     return rig.vm.destroy(cx, space).expect("destroyed");
@@ -139,8 +136,7 @@ fn every_allocation_may_fail() {
                 }
                 let usage = rig.vm.usage(cx, &space, span(AT, 40 << 12));
                 assert_eq!(usage, Ok(Usage::default()));
-                rig.vm.destroy(cx, space).expect("destroyed");
-                rig.vm.close(cx, object).expect("its own");
+                rig.end_shown(cx, (object, space));
             });
         });
     });

@@ -1,14 +1,14 @@
 //! What ageing finds in the mappings of a page, and what it leaves there.
 
-use crate::support::{AT, Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{
+    AT, Cx, Follower, Handle, Model, Rig, SMALL, at_flush, bounds, no_faults, span, with_cpu, with_rig,
+};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm_base::{CpuCx, Order, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Pattern, Recency, SharedRef, VmError, VmaKind};
 use std::cell::RefCell;
 use std::sync::Arc;
-
-const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
 const USED: Recency = with!(Recency::UNUSED, young = true, users = 1);
 const OLD: Recency = Recency::UNUSED;
@@ -66,7 +66,7 @@ fn age<'p, 'h>(
 #[test]
 fn a_run_is_harvested_and_nothing_else() {
     with_cpu(16, 1, 61, |rig, cx| {
-        let space = filled(rig, cx, KIND, None, 100);
+        let space = filled(rig, cx, SMALL, None, 100);
         assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [USED; 3]);
         assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [OLD; 3], "their bits are taken");
         (0..100).for_each(|page| assert_eq!(is_young(rig, cx, &space, page), ![3, 4, 9].contains(&page), "{page}"));
@@ -81,13 +81,13 @@ fn a_run_is_harvested_and_nothing_else() {
 fn mappings_are_counted() {
     with_cpu(16, 1, 62, |rig, cx| {
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-        let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
+        let spaces = [0, 1, 2].map(|_| filled(rig, cx, SMALL, Some(&object), 8));
         let everywhere = with!(USED, users = 3);
         assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
         assert_eq!(age(rig, cx, &spaces[2], &[2, 3], None), [OLD, everywhere]);
         rig.vm.close(cx, object).expect("its own");
 
-        let parent = filled(rig, cx, KIND, None, 8);
+        let parent = filled(rig, cx, SMALL, None, 8);
         let child = rig.vm.fork(cx, &parent).expect("forked");
         use_pages(rig, cx, &child, 0..4);
         // Pages 0 to 3 are copies in the child; both still show 4 to 7, which both have used.
@@ -106,7 +106,7 @@ fn mappings_are_counted() {
 #[test]
 fn areas_say_what_their_use_means() {
     with_cpu(16, 1, 63, |rig, cx| {
-        for (kind, expected) in [(KIND, KEPT), (with!(KIND, pattern = Pattern::Sequential), OLD)] {
+        for (kind, expected) in [(SMALL, KEPT), (with!(SMALL, pattern = Pattern::Sequential), OLD)] {
             let space = filled(rig, cx, kind, None, 4);
             if expected == KEPT {
                 rig.vm.lock(cx, &space, span(AT, 0x4000), 4).expect("within the limit");
@@ -117,8 +117,8 @@ fn areas_say_what_their_use_means() {
         }
         // One locked mapping of two keeps what it shows, and no more.
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-        let plain = filled(rig, cx, KIND, Some(&object), 8);
-        let locked = filled(rig, cx, KIND, Some(&object), 4);
+        let plain = filled(rig, cx, SMALL, Some(&object), 8);
+        let locked = filled(rig, cx, SMALL, Some(&object), 4);
         rig.vm.lock(cx, &locked, span(AT, 0x4000), 4).expect("within the limit");
         let kept = with!(USED, keep = true);
         assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
@@ -134,9 +134,9 @@ fn areas_say_what_their_use_means() {
 #[test]
 fn neighbours_are_offered_once() {
     fn check<'h>(rig: &Rig<'h>) {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let object = rig.vm.create_shared(cx, 192, PageSize::Size4K, false).expect("an object");
-            let spaces = [0, 1].map(|_| filled(rig, cx, KIND, Some(&object), 192));
+            let spaces = [0, 1].map(|_| filled(rig, cx, SMALL, Some(&object), 192));
             let frames: Vec<_> = (0..192).map(|page| frame(rig, cx, &spaces[0], page)).collect();
             let page = |head: Pfn| frames.iter().position(|frame| *frame == head).expect("of the object") as u64;
             let offered = RefCell::new(Vec::new());
@@ -177,7 +177,7 @@ fn neighbours_are_offered_once() {
 #[test]
 fn random_areas_have_no_neighbours() {
     with_cpu(16, 1, 65, |rig, cx| {
-        let space = filled(rig, cx, with!(KIND, pattern = Pattern::Random), None, 64);
+        let space = filled(rig, cx, with!(SMALL, pattern = Pattern::Random), None, 64);
         let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("nobody's neighbour");
         let neighbours = Neighbours { wants: &|_| true, take: &mut take };
         assert_eq!(age(rig, cx, &space, &[10, 11], Some(neighbours)), [USED; 2]);
@@ -191,7 +191,7 @@ fn random_areas_have_no_neighbours() {
 #[test]
 fn a_run_lies_in_one_stretch() {
     with_cpu(16, 1, 67, |rig, cx| {
-        let parent = filled(rig, cx, KIND, None, 130);
+        let parent = filled(rig, cx, SMALL, None, 130);
         let child = rig.vm.fork(cx, &parent).expect("forked");
         use_pages(rig, cx, &child, 0..1);
         use_pages(rig, cx, &parent, 0..1);
@@ -225,7 +225,7 @@ impl<P: Cpu> Notifier<P> for Guest {
 #[test]
 fn followers_are_asked() {
     with_cpu(16, 1, 65, |rig, cx| {
-        let space = filled(rig, cx, KIND, None, 8);
+        let space = filled(rig, cx, SMALL, None, 8);
         let follower = rig.vm.follow(cx, &space, Follower(Arc::new(Guest(AT + 0x3000)))).expect("memory");
         let twice = with!(USED, users = 2);
         assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
@@ -242,23 +242,23 @@ fn spaces_that_end_do_not_count() {
     with_cpu(16, 3, 66, |rig, cx| {
         for shared in [false, true] {
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
-            let ends = filled(rig, cx, KIND, Some(&object), 4);
-            let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
+            let ends = filled(rig, cx, SMALL, Some(&object), 4);
+            let stays = shared.then(|| filled(rig, cx, SMALL, Some(&object), 4));
             let beside = [0, 2].map(|offset| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let pages = span(AT, if offset == 0 { 0x1000 } else { 0x2000 });
-                rig.vm.map(cx, &space, pages, KIND, Backing::Shared(&object, offset)).expect("an area");
+                rig.vm.map(cx, &space, pages, SMALL, Backing::Shared(&object, offset)).expect("an area");
                 space
             });
             let number = ends.find_vma(cx, VirtAddr::new(AT)).expect("an area").object;
             let head = frame(rig, cx, &ends, 1);
             // A CPU is still on its tables, and has to be asked.
-            rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.on(1, |cx| {
                 rig.enter(cx, &ends);
                 rig.lazy(cx, &ends);
             });
             let meanwhile = || {
-                rig.mmu.as_cpu(CpuId::new(2), |cx| {
+                rig.on(2, |cx| {
                     let mut found = [OLD];
                     rig.vm.age(
                         cx,
@@ -284,11 +284,11 @@ fn spaces_that_end_do_not_count() {
 fn a_space_that_does_not_end_counts() {
     with_cpu(16, 2, 68, |rig, cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.enter(cx, &space));
+        rig.on(1, |cx| rig.enter(cx, &space));
         let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
         assert_eq!(error, VmError::InUse);
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-        rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
+        rig.on(1, |cx| rig.leave(cx, &space));
+        rig.vm.map(cx, &space, span(AT, 0x1000), SMALL, Backing::Private).expect("an area");
         use_pages(rig, cx, &space, 0..1);
         assert_eq!(age(rig, cx, &space, &[0], None), [USED]);
         rig.vm.destroy(cx, space).expect("destroyed");
@@ -333,7 +333,6 @@ fn large_pages_are_aged_by_their_place_in_the_object() {
         assert_eq!(young.collect::<Vec<_>>(), [67, 69, 70]);
         // SAFETY: the follower is this space's.
         let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }

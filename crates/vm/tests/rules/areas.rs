@@ -1,6 +1,6 @@
 //! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
 
-use crate::support::{AT, bounds, no_faults, span, with_cpu, with_rig};
+use crate::support::{AT, SMALL, bounds, no_faults, span, with_cpu, with_rig};
 use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
@@ -32,7 +32,7 @@ fn what_an_area_does_not_allow_is_denied() {
         let at = VirtAddr::new(AT);
         let fault = |cx: &mut _, access| rig.vm.fault(cx, &space, at, access);
         assert_eq!(fault(cx, Access::Read), Err(VmError::NoArea { at }));
-        let kind = VmaKind::private(PageSize::Size4K).allowing(Protection::USER);
+        let kind = SMALL.allowing(Protection::USER);
         rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
         assert_eq!(fault(cx, Access::Write), Err(VmError::Denied { at }));
         assert_eq!(fault(cx, Access::Exec), Err(VmError::Denied { at }));
@@ -49,8 +49,7 @@ fn what_an_area_does_not_allow_is_denied() {
 #[test]
 fn a_hole_leaves_both_ends() {
     with_cpu(16, 2, 3, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 0x40_0000), kind);
+        let space = rig.space(cx, span(AT, 0x40_0000), SMALL);
         rig.enter(cx, &space);
         for page in 0..1024 {
             rig.store(cx, &space, AT + page * 4096, page + 1).expect("a page");
@@ -70,7 +69,7 @@ fn a_hole_leaves_both_ends() {
                 _ => assert_eq!(found, Ok(page + 1)),
             }
         }
-        rig.vm.map(cx, &space, span(AT + 0x20_0000, 0x1000), kind, Backing::Private).expect("there is room");
+        rig.vm.map(cx, &space, span(AT + 0x20_0000, 0x1000), SMALL, Backing::Private).expect("there is room");
         assert_eq!(rig.load(cx, &space, AT + 0x20_0000), Ok(0));
         rig.end(cx, space);
     });
@@ -95,12 +94,11 @@ fn holes_in_the_middle_of_a_page_are_refused() {
 fn shared_memory_is_shared_and_freed_with_its_last_user() {
     with_cpu(16, 2, 5, |rig, cx| {
         let object = rig.vm.create_shared(cx, 1024, PageSize::Size4K, false).expect("an object");
-        let kind = VmaKind::private(PageSize::Size4K);
         let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
         let [first, second] = spaces;
-        rig.vm.map(cx, &first, span(AT, 0x10_0000), kind, Backing::Shared(&object, 0)).expect("an area");
-        rig.vm.map(cx, &second, span(2 * AT, 0x8_0000), kind, Backing::Shared(&object, 0x40)).expect("an area");
-        let beyond = rig.vm.map(cx, &second, span(3 * AT, 0x10_0000), kind, Backing::Shared(&object, 1000));
+        rig.vm.map(cx, &first, span(AT, 0x10_0000), SMALL, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.map(cx, &second, span(2 * AT, 0x8_0000), SMALL, Backing::Shared(&object, 0x40)).expect("an area");
+        let beyond = rig.vm.map(cx, &second, span(3 * AT, 0x10_0000), SMALL, Backing::Shared(&object, 1000));
         assert!(matches!(beyond, Err(VmError::OutOfBounds { .. })));
         rig.enter(cx, &first);
         rig.store(cx, &first, AT + 0x4_2000, 5).expect("a page");
@@ -116,8 +114,7 @@ fn shared_memory_is_shared_and_freed_with_its_last_user() {
         assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, place| places.push(place.at.get())), 2);
         places.sort_unstable();
         assert_eq!(places, [AT + 0x4_2000, 2 * AT + 0x2000]);
-        rig.vm.destroy(cx, second).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, second));
         rig.enter(cx, &first);
         assert_eq!(rig.load(cx, &first, AT + 0x4_3000), Ok(6), "what the other wrote is there");
         rig.end(cx, first);
@@ -214,8 +211,7 @@ fn forks_share_until_somebody_writes() {
 #[test]
 fn many_children_share_a_page() {
     with_cpu(16, 1, 9, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let parent = rig.space(cx, span(AT, 0x1000), kind);
+        let parent = rig.space(cx, span(AT, 0x1000), SMALL);
         rig.enter(cx, &parent);
         rig.store(cx, &parent, AT, 42).expect("a page");
         rig.leave(cx, &parent);
@@ -241,9 +237,7 @@ fn pinned_pages_stay_where_they_are() {
             rig.store(cx, &parent, AT, 1).expect("a page");
             // Shared by a fork before: the pin makes it the parent's own.
             let early = rig.vm.fork(cx, &parent).expect("forked");
-            let mut pinned = Vec::new();
-            let count = rig.vm.pin(cx, &parent, span(AT, 4 << 20), Access::Write, None, &Never, |run| pinned.push(run));
-            assert_eq!(count, Ok(1024));
+            let pinned = rig.pin(cx, &parent, span(AT, 4 << 20));
             assert_eq!(pinned.iter().map(|run| run.extent().pages()).sum::<u64>(), 1024);
             rig.store(cx, &parent, AT + (6 << 20), 5).expect("a page");
             let late = rig.vm.fork(cx, &parent).expect("forked");
@@ -269,9 +263,7 @@ fn pinned_pages_stay_where_they_are() {
             rig.leave(cx, &parent);
             rig.vm.unmap(cx, &parent, span(AT, 8 << 20)).expect("unmapped");
             assert!(rig.used(cx) >= 1024, "pinned pages outlive their mapping");
-            for run in pinned {
-                rig.vm.unpin(cx, &parent, run).expect("its own");
-            }
+            rig.unpin(cx, &parent, pinned);
             rig.vm.destroy(cx, parent).expect("destroyed");
         });
     }
@@ -282,7 +274,7 @@ fn pinned_pages_stay_where_they_are() {
 fn prefault_fills_what_is_missing() {
     for page in [PageSize::Size4K, PageSize::Size2M] {
         with_rig(64, 4, 11, &no_faults(), |rig| {
-            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let space = rig.on(0, |cx| {
                 let kind = VmaKind::private(page);
                 let space = rig.space(cx, span(AT, 20 << 20), kind);
                 rig.vm.map(cx, &space, span(AT + (20 << 20), 16 << 20), kind, Backing::Private).expect("an area");
@@ -300,7 +292,7 @@ fn prefault_fills_what_is_missing() {
                 }
             });
             assert_eq!(prefault.done(), range.pages());
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 for at in (0..32 << 20).step_by(4096) {
                     let at = VirtAddr::new(range.start().get() + at);
                     assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)), "{at}");
@@ -329,10 +321,10 @@ fn objects_are_filled_without_being_mapped() {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let kind = VmaKind::private(PageSize::Size2M);
         rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Shared(&object, 0)).expect("an area");
-        let cleared = rig.mmu.as_cpu(CpuId::new(0), |cx| cx.platform().counters().snapshot());
+        let cleared = rig.on(0, |cx| cx.platform().counters().snapshot());
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, AT + (4 << 20) + 8), Ok(0));
-        let after = rig.mmu.as_cpu(CpuId::new(0), |cx| cx.platform().counters().snapshot());
+        let after = rig.on(0, |cx| cx.platform().counters().snapshot());
         assert_eq!(after.since(cleared).units, 0, "nothing was cleared again");
         rig.end(cx, space);
         rig.vm.close(cx, object).expect("its own");
@@ -343,7 +335,7 @@ fn objects_are_filled_without_being_mapped() {
 #[test]
 fn a_huge_page_is_one_entry() {
     with_cpu(16, 1, 13, |rig, cx| {
-        let small = VmaKind::private(PageSize::Size4K);
+        let small = SMALL;
         let space = rig.space(cx, span(AT, 0x10_0000), small);
         rig.enter(cx, &space);
         rig.store(cx, &space, AT, 1).expect("a page");
@@ -362,10 +354,10 @@ fn a_huge_page_is_one_entry() {
 fn a_fault_looks_again_before_it_maps() {
     with_cpu(16, 2, 14, |rig, cx| {
         let area = span(AT, 0x1000);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, area, SMALL);
         let meanwhile = |phase| {
             if phase == Phase::Map {
-                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                rig.on(1, |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
             }
         };
         let at = VirtAddr::new(AT);
@@ -382,16 +374,15 @@ fn a_fault_looks_again_before_it_maps() {
 fn a_space_is_used_on_many_cpus() {
     const CPUS: u32 = 150;
     with_rig(16, CPUS, 15, &no_faults(), |rig| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let spaces = rig.mmu.as_cpu(CpuId::new(0), |cx| [0, 1, 2].map(|_| rig.space(cx, span(AT, 0x1000), kind)));
+        let spaces = rig.on(0, |cx| [0, 1, 2].map(|_| rig.space(cx, span(AT, 0x1000), SMALL)));
         for cpu in 0..CPUS {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 let space = &spaces[cpu as usize % 3];
                 rig.enter(cx, space);
                 rig.store(cx, space, AT + u64::from(cpu) * 8, u64::from(cpu) + 1).expect("memory");
             });
         }
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             for space in &spaces {
                 rig.vm.unmap(cx, space, span(AT, 0x1000)).expect("unmapped");
             }
@@ -399,9 +390,9 @@ fn a_space_is_used_on_many_cpus() {
         for cpu in 0..CPUS {
             let found = rig.mmu.load(CpuId::new(cpu), VirtAddr::new(AT));
             assert!(found.is_err(), "cpu{cpu} has been flushed");
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.leave(cx, &spaces[cpu as usize % 3]));
+            rig.on(cpu, |cx| rig.leave(cx, &spaces[cpu as usize % 3]));
         }
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             for space in spaces {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
@@ -415,8 +406,7 @@ fn a_space_lies_where_it_is_asked_for() {
     with_cpu(8, 1, 16, |rig, cx| {
         for start in [AT, 3 << 39, 0xffff_8000_0000_0000, 0xffff_ffff_c000_0000] {
             let space = rig.vm.create(cx, span(start, 1 << 30)).expect("within one half");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(start, 1 << 30), kind, Backing::Private).expect("all of it");
+            rig.vm.map(cx, &space, span(start, 1 << 30), SMALL, Backing::Private).expect("all of it");
             for at in [start, start + ((1 << 30) - 0x1000)].map(VirtAddr::new) {
                 assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Mapped));
                 assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)));
@@ -448,13 +438,12 @@ fn a_promised_page_whose_area_has_gone_goes_back() {
     for pages in [1, 2] {
         with_cpu(16, 2, 16, |rig, cx| {
             rig.fill_pool(cx, 3);
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, pages * PageSize::Size2M.bytes());
             let kind = VmaKind::private(PageSize::Size2M).pooled();
-            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
+            let space = rig.space(cx, area, kind);
             let meanwhile = |phase| {
                 if phase == Phase::Map {
-                    rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                    rig.on(1, |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
                 }
             };
             let served = rig.vm.fault_observed(cx, &space, VirtAddr::new(AT), Access::Write, &meanwhile);
@@ -520,8 +509,7 @@ fn a_kind_says_what_an_area_is_backed_by() {
         assert_eq!((shared.shared, shared.reserved), (true, false));
         assert_eq!(rig.vm.fault(cx, &space, area.start(), Access::Write), Ok(Served::Mapped));
         assert_eq!(rig.pool.counts(cx).reserved, 0, "the promise is kept");
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 
@@ -531,10 +519,9 @@ fn a_page_is_where_its_area_is() {
     with_cpu(8, 1, 21, |rig, cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-        let kind = VmaKind::private(PageSize::Size4K);
         for offset in [0, 4] {
             let part = span(AT + (offset << 12), 0x4000);
-            rig.vm.map(cx, &space, part, kind, Backing::Shared(&object, offset)).expect("an area");
+            rig.vm.map(cx, &space, part, SMALL, Backing::Shared(&object, offset)).expect("an area");
         }
         rig.vm.prefault(&space, span(AT, 0x8000), None).work(cx, &Never).expect("memory");
         for page in 0..8 {
@@ -542,8 +529,7 @@ fn a_page_is_where_its_area_is() {
             let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
             assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, place| assert_eq!(place.at, at)), 1);
         }
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 
@@ -551,13 +537,12 @@ fn a_page_is_where_its_area_is() {
 #[test]
 fn an_area_is_made_without_a_flush() {
     with_cpu(8, 1, 22, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 0x1000), kind);
+        let space = rig.space(cx, span(AT, 0x1000), SMALL);
         rig.enter(cx, &space);
         rig.store(cx, &space, AT, 1).expect("a page");
         rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("unmapped");
         let before = rig.vm.shootdown().counts();
-        rig.vm.map(cx, &space, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
+        rig.vm.map(cx, &space, span(AT, 2 << 20), SMALL, Backing::Private).expect("an area");
         assert_eq!(rig.vm.shootdown().counts().since(before).flushes(), 0);
         rig.end(cx, space);
     });
@@ -568,7 +553,7 @@ fn an_area_is_made_without_a_flush() {
 fn what_is_unmapped_is_freed_as_a_range() {
     with_cpu(16, 1, 93, |rig, cx| {
         let area = span(AT, 2 << 20);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, area, SMALL);
         rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
         let before = rig.vm.frames().stats(cx).cached;
         rig.vm.unmap(cx, &space, area).expect("in the space");

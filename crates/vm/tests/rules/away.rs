@@ -1,6 +1,6 @@
 //! What becomes of pages that are away when their addresses go.
 
-use crate::support::{AT, Cx, Metered, Model, as_first, bounds, span};
+use crate::support::{AT, Cx, Metered, Model, SMALL, as_first, bounds, span};
 use hugemm_base::{Cpu, FrameUse, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_vm::{Access, Backing, Pager, Usage, VmError, VmaKind, ZeroTurn, ZeroWorker};
@@ -15,15 +15,14 @@ fn a_fork_that_unwinds_is_over() {
     let used = std::cell::Cell::new(false);
     let test = std::panic::AssertUnwindSafe(|| {
         as_first::<Metered, true>(16, 1, 52, |rig, cx| {
-            let kind = VmaKind::private(PageSize::Size4K);
-            let space = rig.space(cx, span(AT, 0x8000), kind);
+            let space = rig.space(cx, span(AT, 0x8000), SMALL);
             rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
             rig.page_out(cx, &space, AT);
             // SAFETY: nothing of the space is used after this but its list of areas.
             unsafe { Pager::<Model<'_, Metered, true>>::free(rig.vm.pager(), cx, 1) };
             let fork = std::panic::AssertUnwindSafe(|| rig.vm.fork(cx, &space).is_ok());
             assert!(std::panic::catch_unwind(fork).is_err(), "it is lost");
-            rig.vm.map(cx, &space, span(2 * AT, 0x8000), kind, Backing::Private).expect("an area");
+            rig.vm.map(cx, &space, span(2 * AT, 0x8000), SMALL, Backing::Private).expect("an area");
             used.set(true);
         });
     });
@@ -37,7 +36,7 @@ fn a_fork_that_unwinds_is_over() {
 #[test]
 fn nothing_new_is_made_of_what_is_kept() {
     as_first::<Metered, true>(16, 1, 54, |rig, cx| {
-        let (vm, kind, page) = (&rig.vm, VmaKind::private(PageSize::Size4K), PageSize::Size4K);
+        let (vm, kind, page) = (&rig.vm, SMALL, PageSize::Size4K);
         let space = rig.space(cx, span(AT, 0x8000), kind);
         let object = vm.create_shared(cx, 8, page, false).expect("an object");
         vm.map(cx, &space, span(2 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
@@ -92,10 +91,9 @@ fn nothing_new_is_made_of_what_is_kept() {
 fn content_goes_with_its_address() {
     for (page, pages) in [(PageSize::Size4K, 1200), (PageSize::Size2M, 4)] {
         as_first::<Metered, true>(32, 1, 51, |rig, cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let at = |index: u64| AT + index * page.bytes();
             let kind = VmaKind::private(page);
-            rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, pages * page.bytes()), kind);
             rig.enter(cx, &space);
             for index in 0..pages {
                 rig.store(cx, &space, at(index), index + 1).expect("memory");
@@ -151,11 +149,8 @@ fn giving_up_what_is_away_lets_others_run() {
 fn an_object_ends_with_what_it_has_away() {
     as_first::<Metered, true>(16, 1, 53, |rig, cx| {
         const PAGES: u64 = 700;
-        let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let (object, space) = rig.shown(cx, PAGES);
         let area = span(AT, PAGES << 12);
-        let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
         rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
         for index in (0..PAGES).filter(|index| index % 7 != 0) {
             rig.page_out(cx, &space, AT + (index << 12));
@@ -179,8 +174,7 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
     let mut done = [0, 0];
     for room in 0..12 {
         as_first::<Metered, true>(8, 1, 58, |rig, cx| {
-            let kind = VmaKind::private(PageSize::Size4K);
-            let space = rig.space(cx, span(AT, 0x1000), kind);
+            let space = rig.space(cx, span(AT, 0x1000), SMALL);
             rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
             rig.page_out(cx, &space, AT);
             let request = AllocRequest::order(Order::ZERO);
@@ -205,10 +199,9 @@ fn a_fork_without_memory_shares_nothing_that_is_away() {
 #[test]
 fn scattered_pages_are_dropped_together() {
     as_first::<Metered, true>(32, 1, 91, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 256 << 12), kind);
+        let space = rig.space(cx, span(AT, 256 << 12), SMALL);
         let shared = rig.vm.create_shared(cx, 256, PageSize::Size4K, false).expect("an object");
-        let shared_kind = with!(kind, shared = true);
+        let shared_kind = with!(SMALL, shared = true);
         rig.vm.map(cx, &space, span(2 * AT, 256 << 12), shared_kind, Backing::Shared(&shared, 0)).expect("an area");
         for page in (0..256).map(|n| n * 7 % 256) {
             for at in [AT, 2 * AT] {
@@ -250,7 +243,6 @@ fn the_pager_is_told_of_no_pools_page() {
         rig.vm.map(cx, &space, area, shared, Backing::Shared(&object, 0)).expect("an area");
         rig.vm.fault(cx, &space, area.start(), Access::Write).expect("promised");
         assert_eq!(rig.vm.pager().known(), known);
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }

@@ -1,18 +1,18 @@
 //! What is called back calls the manager, as the traits say that it may, and is answered.
 
 use crate::sources::File;
-use crate::support::{AT, Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
-use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange, with};
+use crate::support::{
+    AT, Cpus, Cx, Follower, Metered, Model, Rig, SMALL, bounds, called_back, no_faults, span, with_format,
+};
+use hugemm_base::{CpuCx, Never, Order, PageSize, VirtAddr, VirtRange, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Notifier, PageSource, Protection, Served, SourceError, StoredPages, VmError, VmaKind,
+    Access, AddressSpace, Backing, Notifier, PageSource, Protection, Served, SourceError, StoredPages, VmError,
 };
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-
-const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
 type Away<'h> = Rig<'h, Metered, true>;
 type Space<'h> = AddressSpace<Model<'h, Metered, true>>;
@@ -92,10 +92,10 @@ type Work = for<'h> fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>);
 /// A space with 32 KiB of which the first page is there, and 256 KiB that are all there.
 fn with_space(test: impl for<'h> Fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>)) {
     with_format(16, 1, 61, &no_faults(), |rig: &Away<'_>| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             for (at, bytes) in [(AT, 0x8000), (2 * AT, 0x4_0000)] {
-                rig.vm.map(cx, &space, span(at, bytes), KIND, Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(at, bytes), SMALL, Backing::Private).expect("an area");
             }
             store(rig, cx, &space);
             rig.vm.prefault(&space, span(2 * AT, 0x4_0000), None).work(cx, &Never).expect("memory");
@@ -165,7 +165,7 @@ fn what_is_unmapped_while_it_is_read_is_not_shown() {
     with_space(|rig, cx, space| {
         let object = rig.vm.open_source(cx, &Ones).expect("memory");
         let at = |page: u64| VirtAddr::new(3 * AT + (page << 12));
-        let shared = with!(KIND, shared = true);
+        let shared = with!(SMALL, shared = true);
         rig.vm.map(cx, space, span(3 * AT, 16 << 12), shared, Backing::Shared(&object, 0)).expect("an area");
         rig.calling_back(
             |cx| assert_eq!(rig.vm.unmap(cx, space, span(3 * AT + 0x5000, 0x4000)).expect("memory").pages, 0),
@@ -211,7 +211,7 @@ fn a_shared_page_that_another_has_made_wants_no_memory() {
         with_space(|rig, cx, space| {
             let object = rig.vm.create_shared(cx, 32, PageSize::Size4K, false).expect("an object");
             let at = |page: u64| VirtAddr::new(4 * AT + (page << 12));
-            rig.vm.map(cx, space, span(4 * AT, 32 << 12), KIND, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.map(cx, space, span(4 * AT, 32 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
             // The page tables of both.
             rig.vm.fault(cx, space, at(31), Access::Write).expect("memory");
             rig.vm.pager().helps.store(true, Ordering::Relaxed);
@@ -352,7 +352,7 @@ fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, 
             if served == Ok(Served::Reused) {
                 pin(cx, page(0));
             }
-            for rights in [Protection::READ, KIND.protection] {
+            for rights in [Protection::READ, SMALL.protection] {
                 rig.vm.protect(cx, space, area, rights).expect("nothing is cut");
             }
         };
@@ -364,7 +364,7 @@ fn pin_while_copied<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>, 
         copy(cx);
     } else {
         // Relief is not asked for relief; another task is.
-        let other = |_: &mut Cx<'_, 'h>| rig.mmu.as_cpu(CpuId::new(0), |cx| copy(cx));
+        let other = |_: &mut Cx<'_, 'h>| rig.on(0, |cx| copy(cx));
         with_last_frame_called_back(rig, cx, other, |cx| {
             rig.vm.fault(cx, space, page(neighbour).start(), Access::Write).expect("memory");
         });
@@ -383,7 +383,7 @@ fn a_page_that_is_copied_while_its_file_loses_it_is_not_entered() {
     with_space(|rig, cx, space| {
         let file = File::new(4 << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
-        rig.vm.map(cx, space, span(3 * AT, 4 << 12), KIND, Backing::Copied(&object, 0)).expect("an area");
+        rig.vm.map(cx, space, span(3 * AT, 4 << 12), SMALL, Backing::Copied(&object, 0)).expect("an area");
         rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
         // The page tables.
         rig.vm.fault(cx, space, VirtAddr::new(3 * AT), Access::Write).expect("memory");

@@ -1,7 +1,7 @@
 //! How pages are copied and cleared: in which order, and by the size of the whole request.
 
 use crate::support::{AT, Model, bounds, no_faults, parts, span, with_cpu, with_rig};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr, with};
+use hugemm_base::{Cancel, Cpu, Never, PageSize, VirtAddr, with};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Vm, VmError, VmaKind};
@@ -51,7 +51,7 @@ fn the_whole_request_decides_how_pages_are_cleared() {
         let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             for page in [PageSize::Size4K, PageSize::Size2M] {
                 for pin in [false, true] {
                     for total in [None, Some(64 << 30)] {
@@ -92,7 +92,7 @@ fn a_request_is_as_large_as_it_is() {
         let parts = with!(parts(rig.vm.frames(), rig.vm.shootdown()), clearer);
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let size = PageSize::Size2M;
             for pages in [1, 2] {
                 let space = vm.create(cx, bounds()).expect("a space");
@@ -132,10 +132,9 @@ fn a_page_whose_clearing_is_stopped_goes_back() {
         for look in 1..12 {
             with_cpu(32, 1, 74, |rig, cx| {
                 rig.fill_pool(cx, 3);
-                let space = rig.vm.create(cx, bounds()).expect("a space");
                 let kind = with!(VmaKind::private(page), pooled);
                 let area = span(AT, 4 << 20);
-                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+                let space = rig.space(cx, area, kind);
                 let used = rig.used(cx);
                 let filling = rig.vm.prefault(&space, area, None);
                 match filling.work(cx, &At(Cell::new(look))) {

@@ -1,14 +1,15 @@
 //! Private mappings of files: what is read is the file's page, shown to all; what is stored to is one's own from then on. On both formats.
 
 use crate::sources::{File, drops};
-use crate::support::{AT, Cx, Handle, Rig, at_supply, before_flush, before_flushes, bounds, on_both_formats, span};
+use crate::support::{
+    AT, Cx, Handle, Rig, SMALL, at_supply, before_flush, before_flushes, bounds, on_both_formats, span,
+};
 use hugemm_base::{CpuId, Never, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup, PageFormat};
-use hugemm_vm::{Access, Backing, Discard, LENT, Protection, Served, SharedRef, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Discard, LENT, Protection, Served, SharedRef, Usage, VmError};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-const SMALL: VmaKind = VmaKind::private(hugemm_base::PageSize::Size4K);
 const READ: Protection = Protection::USER;
 /// Where the file itself is shown.
 const THERE: u64 = 0x70_0000_0000;
@@ -29,7 +30,7 @@ fn with_file<'h, F: PageFormat>(
     rig: &Rig<'h, F, true>,
     test: impl FnOnce(&mut Cx<'_, 'h>, &'static File, &SharedRef<'_, Model<'h, F>>, &Handle<'_, 'h, F, true>),
 ) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let file = File::new((PAGES as usize) << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -127,31 +128,31 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
     crate::support::with_format::<F, true>(16, 2, seed, &crate::support::no_faults(), |rig| {
-        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (space, object) = rig.on(0, |cx| {
             let object = rig.vm.open_source(cx, File::new(4 << 12)).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             rig.vm.map(cx, &space, pages(0, 4), SMALL, Backing::Copied(&object, 0)).expect("an area");
             (space, object)
         });
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 rig.enter(cx, &space);
                 (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page << 12)));
             });
         }
         let old = |page| rig.mmu.load(CpuId::new(1), VirtAddr::new(at(page))) == Ok(page << 12);
         before_flush(&|| stale.set(old(1)), || {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1), 9).expect("memory"));
+            rig.on(0, |cx| rig.store(cx, &space, at(1), 9).expect("memory"));
         });
         let found = rig.mmu.load(CpuId::new(1), VirtAddr::new(at(1)));
         assert!(found.is_err() || found == Ok(9), "{found:?}: the file's after a store");
         // And what the file loses nobody reads.
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.punch(cx, &object, 2, 3).expect("its own"));
+        rig.on(0, |cx| rig.vm.punch(cx, &object, 2, 3).expect("its own"));
         assert!(rig.mmu.load(CpuId::new(1), VirtAddr::new(at(2))).is_err());
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.truncate(cx, &object, 0).expect("its own"));
+        rig.on(0, |cx| rig.vm.truncate(cx, &object, 0).expect("its own"));
         assert!((0..4).all(|page| rig.mmu.load(CpuId::new(1), VirtAddr::new(at(page))).is_err()));
         rig.end_for_both(space);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
+        rig.on(0, |cx| rig.vm.close(cx, object).expect("its own"));
     });
     stale.get()
 }
@@ -159,10 +160,7 @@ fn stale<F: PageFormat>(seed: u64) -> bool {
 fn forked<F: PageFormat>(rig: &Rig<'_, F, true>) {
     with_file(rig, |cx, _, object, space| {
         for pinned in [false, true] {
-            let mut pins = Vec::new();
-            if pinned {
-                rig.vm.pin(cx, space, pages(20, 1), Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
-            }
+            let pins = if pinned { rig.pin(cx, space, pages(20, 1)) } else { Vec::new() };
             assert_eq!(rig.load(cx, space, at(1)), Ok(1 << 12));
             rig.store(cx, space, at(2), 22).expect("memory");
             let frame = rig.leaf(cx, space, at(1)).frame;
@@ -183,9 +181,7 @@ fn forked<F: PageFormat>(rig: &Rig<'_, F, true>) {
             rig.leave(cx, &child);
             assert_eq!([1, 2, 9].map(|page| rig.load(cx, space, at(page))), [Ok(11), Ok(23), Ok(9 << 12)]);
             rig.vm.destroy(cx, child).expect("nobody uses it");
-            for pin in pins {
-                rig.vm.unpin(cx, space, pin).expect("its own");
-            }
+            rig.unpin(cx, space, pins);
             rig.vm.discard(cx, space, pages(0, PAGES), Discard::Now).expect("areas");
         }
     });
@@ -278,7 +274,7 @@ fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
     const LONG: u64 = 1024;
     let [first, pinned] = [600, 601];
     const HELD: u32 = 200_000;
-    let (space, object, pin) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    let (space, object, pin) = rig.on(0, |cx| {
         let object = rig.vm.open_source(cx, File::new((LONG as usize) << 12)).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         rig.vm.map(cx, &space, pages(0, LONG), SMALL, Backing::Copied(&object, 0)).expect("an area");
@@ -288,7 +284,7 @@ fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
         rig.vm.pin(cx, &space, pages(pinned, 1), Access::Write, None, &Never, |made| pin = Some(made)).expect("memory");
         (space, object, pin.expect("one page"))
     });
-    let frame = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.leaf(cx, &space, at(pinned)).frame);
+    let frame = rig.on(0, |cx| rig.leaf(cx, &space, at(pinned)).frame);
     // 1: the fork has the page in hand, 2: it may go on, 3: it is over.
     let step = AtomicU32::new(0);
     std::thread::scope(|scope| {
@@ -330,7 +326,7 @@ fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
             step.store(3, Ordering::SeqCst);
             child.expect("forked")
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let child = child.expect("memory");
             rig.enter(cx, &child);
             for page in [first, pinned] {
@@ -340,10 +336,9 @@ fn shorter_beside<F: PageFormat>(rig: &Rig<'_, F, true>, held: bool) {
             rig.end(cx, child);
         });
     });
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         rig.vm.unpin(cx, &space, pin).expect("its own");
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 
@@ -425,7 +420,7 @@ fn own<F: PageFormat>(rig: &Rig<'_, F, true>) {
             assert_eq!(rig.load(cx, space, at(page)), Ok(page << 12));
         }
         rig.vm.unlock(cx, space, pages(0, PAGES)).expect("areas");
-        pins.into_iter().for_each(|pin| rig.vm.unpin(cx, space, pin).expect("its own"));
+        rig.unpin(cx, space, pins);
         // Ahead of a touch it is lent.
         rig.vm.prefault(space, pages(8, 4), None).work(cx, &Never).expect("memory");
         assert!((8..12).all(|page| is_lent(rig, cx, space, page)));

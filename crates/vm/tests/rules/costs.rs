@@ -2,10 +2,10 @@
 //! `docs/vm.md` is what is counted here.
 
 use crate::sources::File;
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, as_first, lock_rounds, span};
-use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, SMALL, as_first, lock_rounds, span};
+use hugemm_base::{Never, VirtAddr, VirtRange};
 use hugemm_paging::{Aarch64, PageFormat};
-use hugemm_vm::{Access, Advice, Backing, Discard, Protection, SharedRef, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, Discard, Protection, SharedRef};
 
 /// How many pages.
 const LENGTHS: [u64; 2] = [64, 8192];
@@ -152,7 +152,7 @@ fn line(name: &str, here: Cost, arm: Cost) -> String {
 fn cost<F: PageFormat, const AWAY: bool>(row: usize, pages: u64) -> Cost {
     let mut cost = Cost::default();
     as_first::<F, AWAY>(64, 1, 5, |rig, cx| {
-        let space = rig.space(cx, span(AT, (pages + 32) << 12), VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, span(AT, (pages + 32) << 12), SMALL);
         let part = span(AT + (16 << 12), pages << 12);
         rig.enter(cx, &space);
         // One by one: small pages that a pool or a prefault makes at once may be folded.
@@ -200,7 +200,7 @@ fn the_table_is_what_is_counted() {
 fn zero_cost<F: PageFormat>() -> [Cost; 2] {
     let mut costs = [Cost::default(); 2];
     as_first::<F, false>(16, 1, 5, |rig, cx| {
-        let space = rig.space(cx, span(AT, 16 << 12), VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, span(AT, 16 << 12), SMALL);
         rig.enter(cx, &space);
         assert_eq!(rig.load(cx, &space, AT), Ok(0));
         for (cost, access) in costs.iter_mut().zip([Access::Read, Access::Write]) {
@@ -243,13 +243,11 @@ fn of_files<'h, F: PageFormat>() -> [FileRow<'h, F>; 7] {
         (0..8).for_each(|page| rig.store(cx, space, AT + (page << 13), page).expect("memory"));
     };
     let copied: OfFile<'h, F> = |rig, cx, space, object| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, space, span(COPIED, 16 << 12), kind, Backing::Copied(object, 0)).expect("an area");
+        rig.vm.map(cx, space, span(COPIED, 16 << 12), SMALL, Backing::Copied(object, 0)).expect("an area");
         assert_eq!(rig.load(cx, space, AT), Ok(0));
     };
     let lent: OfFile<'h, F> = |rig, cx, space, object| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, space, span(COPIED, 16 << 12), kind, Backing::Copied(object, 0)).expect("an area");
+        rig.vm.map(cx, space, span(COPIED, 16 << 12), SMALL, Backing::Copied(object, 0)).expect("an area");
         for at in [AT, COPIED] {
             assert_eq!(rig.load(cx, space, at), Ok(0));
         }
@@ -287,8 +285,7 @@ fn file_cost<F: PageFormat>(row: usize) -> Cost {
     as_first::<F, false>(16, 1, 5, |rig, cx| {
         let object = rig.vm.open_source(cx, File::new(16 << 12)).expect("memory");
         let space = rig.vm.create(cx, crate::support::bounds()).expect("memory");
-        let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, &space, span(AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+        rig.vm.map(cx, &space, span(AT, 16 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
         rig.enter(cx, &space);
         let (_, before, verb) = of_files::<F>()[row];
         before(rig, cx, &space, &object);

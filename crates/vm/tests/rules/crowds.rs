@@ -2,12 +2,11 @@
 //! goes over many.
 
 use crate::sources::File;
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, bounds, lock_rounds, span};
-use crate::unhooked::{let_go, page_out, unhook, with_rig};
-use hugemm_base::{Cpu, CpuId, Order, PageSize, Pfn, VirtAddr};
-use hugemm_vm::{Access, AgeRun, Backing, Discard, Recency, SharedRef, VmaKind};
+use crate::support::{AT, Cx, Handle, Metered, Model, Rig, SMALL, bounds, lock_rounds, span};
+use crate::unhooked::{let_go, page_out, with_rig};
+use hugemm_base::{Cpu, Order, Pfn, VirtAddr};
+use hugemm_vm::{Access, AgeRun, Backing, Discard, Recency, SharedRef};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 /// Private mappings of one file.
 const COPIES: u64 = 4096;
 /// Where the whole file is shown.
@@ -24,7 +23,7 @@ fn with_copies<'h>(
     (pages, offset): (u64, impl Fn(u64) -> u64),
     test: impl FnOnce(&mut Cx<'_, 'h>, &File4K<'_, 'h>, &Space<'_, 'h>),
 ) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let object = rig.vm.open_source(cx, File::new((COPIES as usize) << 12)).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         for copy in 0..COPIES {
@@ -33,8 +32,7 @@ fn with_copies<'h>(
         }
         rig.vm.map(cx, &space, span(THERE, COPIES << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
         test(cx, &object, &space);
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 
@@ -76,10 +74,10 @@ fn what_does_not_show_a_page_is_not_visited() {
             let counted = [
                 locks(|| _ = age(rig, cx, head)),
                 locks(|| places = rig.vm.walk_mappings(cx, head, |_, _| ())),
-                locks(|| unhook(rig, cx, space, at, &deferred).put_back(cx)),
+                locks(|| rig.unhook(cx, space, at, &deferred).put_back(cx)),
                 locks(|| {
                     show(rig, cx, space, at);
-                    let page = unhook(rig, cx, space, at, &deferred);
+                    let page = rig.unhook(cx, space, at, &deferred);
                     page_out(rig, cx, page, 1).expect("it is clean");
                 }),
                 locks(|| _ = rig.vm.punch(cx, object, 64, 80).expect("within")),
@@ -119,16 +117,16 @@ fn looks_in_vain_let_others_run() {
 fn a_page_of_a_crowd_is_looked_for_in_some() {
     const PLACES: u64 = 4096;
     with_rig(256, 63, |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let deferred = rig.deferred();
             let (space, at) = (rig.space(cx, span(AT, 0x1000), SMALL), VirtAddr::new(AT));
             let children: Vec<_> = (0..PLACES + 8).map(|_| rig.vm.fork(cx, &space).expect("forked")).collect();
             // The parent has it alone, and is the first.
             rig.vm.fault(cx, &space, at, Access::Write).expect("memory");
             let counted = [
-                locks(|| unhook(rig, cx, &space, AT, &deferred).put_back(cx)),
+                locks(|| rig.unhook(cx, &space, AT, &deferred).put_back(cx)),
                 locks(|| {
-                    let page = unhook(rig, cx, &space, AT, &deferred);
+                    let page = rig.unhook(cx, &space, AT, &deferred);
                     page_out(rig, cx, page, 1).expect("room");
                 }),
             ];
@@ -161,7 +159,7 @@ fn a_page_of_a_crowd_is_looked_for_in_some() {
 #[test]
 fn a_page_that_one_of_many_has_lets_others_run() {
     with_rig(64, 64, |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let deferred = rig.deferred();
             let (space, at) = (rig.space(cx, span(AT, 0x1000), SMALL), VirtAddr::new(AT));
             let children: Vec<_> = (0..200).map(|_| rig.vm.fork(cx, &space).expect("forked")).collect();
@@ -173,7 +171,7 @@ fn a_page_that_one_of_many_has_lets_others_run() {
                     rig.vm.discard(cx, last, span(AT, 0x1000), Discard::WhenShort).expect("private");
                 }
                 let before = points(cx);
-                let page = unhook(rig, cx, last, AT, &deferred);
+                let page = rig.unhook(cx, last, AT, &deferred);
                 assert_eq!(points(cx) - before, 1, "taken");
                 page_out(rig, cx, page, 1).expect("room");
                 assert_eq!(points(cx) - before, 2, "said where it is");

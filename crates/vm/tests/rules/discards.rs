@@ -1,13 +1,11 @@
 //! What is given up: it reads as zeroes, or as its object has it, on every CPU; its memory is back; who shares it keeps it. On both formats.
 
-use crate::support::{AT, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
+use crate::support::{AT, SMALL, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
+use hugemm_base::{CpuId, PageSize, VirtAddr, with};
 use hugemm_frames::FolioRef;
 use hugemm_paging::{DeferredUnmap, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Discard, Usage, VmError, VmaKind};
 use std::cell::Cell;
-
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 fn gone<F: PageFormat>(size: PageSize) {
     let pages = if size == PageSize::Size4K { 1200 } else { 6 };
@@ -16,7 +14,7 @@ fn gone<F: PageFormat>(size: PageSize) {
         let at = |page: u64| AT + page * size.bytes();
         let (from, to) = (pages / 3, pages / 2);
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let used = rig.used(cx);
             let part = span(at(from), (to - from) * size.bytes());
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::Now), Ok(part.pages()));
@@ -31,7 +29,7 @@ fn gone<F: PageFormat>(size: PageSize) {
         });
         assert_eq!(space.vmas(bounds()).count(), 1, "areas stay");
         for cpu in [1, 0] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 for page in 0..pages {
                     let expected = if (from..to).contains(&page) { 0 } else { page + 1 };
                     assert_eq!(rig.load(cx, &space, at(page)), Ok(expected), "page {page}");
@@ -46,15 +44,12 @@ fn gone<F: PageFormat>(size: PageSize) {
 fn shared<F: PageFormat>() {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("memory");
             rig.vm.map(cx, &space, span(AT + 0x8000, 0x8000), SMALL, Backing::Shared(&object, 4)).expect("an area");
             (8..16).for_each(|page| rig.store(cx, &space, AT + page * 0x1000, page + 1).expect("memory"));
             let child = rig.vm.fork(cx, &space).expect("memory");
-            let mut pins = Vec::new();
-            let pinned =
-                rig.vm.pin(cx, &space, span(AT + 0x1000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin));
-            assert_eq!(pinned, Ok(1));
+            let pins = rig.pin(cx, &space, span(AT + 0x1000, 0x1000));
             let before = rig.flushes();
             assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x1_0000), Discard::Now), Ok(16));
             assert_eq!(rig.flushes() - before, 2, "of private ones, and of shared ones");
@@ -70,9 +65,8 @@ fn shared<F: PageFormat>() {
             (0..16).for_each(|page| assert_eq!(rig.load(cx, &child, AT + page * 0x1000), Ok(page + 1)));
             rig.enter(cx, &space);
             rig.leave(cx, &child);
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-            rig.vm.destroy(cx, child).expect("nobody uses it");
-            rig.vm.close(cx, object).expect("its own");
+            rig.unpin(cx, &space, pins);
+            rig.end_shown(cx, (object, child));
         });
         rig.end_for_both(space);
     });
@@ -83,7 +77,7 @@ fn moving<F: PageFormat>(seed: u64) {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         // SAFETY: used with this manager's TLBs only.
         let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT));
             let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
             // SAFETY: mapped, and nobody else is there to let it go.
@@ -140,7 +134,7 @@ fn given_up<F: PageFormat>(size: PageSize) {
         // Only the test stores.
         [0, 1].into_iter().for_each(|cpu| rig.mmu.pause(CpuId::new(cpu), true));
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let part = span(at(1), 4 * size.bytes());
             assert_eq!(rig.vm.discard(cx, &space, part, Discard::WhenShort), Ok(0));
             assert_eq!(rig.flushes() - before, 1);
@@ -148,8 +142,8 @@ fn given_up<F: PageFormat>(size: PageSize) {
             (0..6).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(page + 1), "until then"));
         });
         // As hardware: no fault says so where it notes stores.
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, at(2), 33).expect("memory"));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(1, |cx| rig.store(cx, &space, at(2), 33).expect("memory"));
+        rig.on(0, |cx| {
             assert_eq!(rig.vm.write(cx, &space, VirtAddr::new(at(3)), &44_u64.to_ne_bytes()), Ok(()));
             (0..6).for_each(|page| rig.page_out(cx, &space, at(page)));
             assert_eq!(rig.vm.pager().used() as u64, 4 * size.pages(), "two have gone");
@@ -164,10 +158,10 @@ fn given_up<F: PageFormat>(size: PageSize) {
 fn kept<F: PageFormat>() {
     with_format::<F, true>(32, 2, 13, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 9);
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.on(1, |cx| rig.leave(cx, &space));
         // Only the test stores.
         rig.mmu.pause(CpuId::new(0), true);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let at = |page: u64| AT + (page << 12);
             let page_of = |page: u64| span(at(page), 0x1000);
             let give_up = |cx: &mut _, page: u64| {
@@ -207,10 +201,7 @@ fn kept<F: PageFormat>() {
                 if !first {
                     give_up(cx, page);
                 }
-                let mut pins = Vec::new();
-                rig.vm
-                    .pin(cx, &space, page_of(page), Access::Write, None, &Never, |run| pins.push(run))
-                    .expect("memory");
+                let mut pins = rig.pin(cx, &space, page_of(page));
                 if first {
                     give_up(cx, page);
                 }
@@ -227,8 +218,7 @@ fn kept<F: PageFormat>() {
             give_up(cx, 6);
             let deferred = rig.deferred();
             for (page, moves) in [(5, false), (6, true)] {
-                let frame = rig.leaf(cx, &space, at(page)).frame;
-                let unhooked = rig.vm.unhook(cx, rig.hold(frame), &deferred).expect("nobody else has it");
+                let unhooked = rig.unhook(cx, &space, at(page), &deferred);
                 if moves {
                     assert!(unhooked.move_elsewhere(cx))
                 } else {
@@ -257,13 +247,13 @@ fn unseen<F: PageFormat>(seed: u64) -> bool {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         let then = || seen.set(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok());
         before_flush(&then, || {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 rig.vm.discard(cx, &space, span(AT, 0x1000), Discard::WhenShort).expect("an area");
             })
         });
         // After it no store goes unseen.
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT, 6).expect("memory"));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(1, |cx| rig.store(cx, &space, AT, 6).expect("memory"));
+        rig.on(0, |cx| {
             rig.page_out(cx, &space, AT);
             assert_eq!(rig.load(cx, &space, AT), Ok(6));
         });
@@ -296,8 +286,7 @@ fn only_private_pages_go_when_memory_is_short() {
         }
         let at = VirtAddr::new(AT + 0xc000);
         assert_eq!(rig.vm.discard(cx, &space, span(at.get(), 0x1000), Discard::WhenShort), Err(VmError::NoArea { at }));
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
         rig.vm.close(cx, file).expect("its own");
     });
 }

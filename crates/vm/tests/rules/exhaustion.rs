@@ -1,8 +1,8 @@
 //! Memory can run out at every allocation: whatever was going on, the space stays right, and every frame comes back.
 
-use crate::support::{AT, Cpus, Cx, Handle, Metered, Rig, as_first, bounds, parts, span, with_cpu, with_rig};
+use crate::support::{AT, Cpus, Cx, Handle, Metered, Rig, SMALL, as_first, bounds, parts, span, with_cpu, with_rig};
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Never, Order, PageSize, Relief, Shortfall, VirtAddr, with};
+use hugemm_base::{Never, Order, PageSize, Relief, Shortfall, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Protection, Served, Vm, VmError, VmaKind};
@@ -38,10 +38,10 @@ fn check<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, known: 
 }
 
 fn scenario(rig: &Rig<'_>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let mut known = BTreeMap::new();
-        let small = VmaKind::private(PageSize::Size4K);
+        let small = SMALL;
         let _ = rig.vm.map(cx, &space, span(AT, 1 << 20), small, Backing::Private);
         let large = VmaKind::private(PageSize::Size2M);
         let _ = rig.vm.map(cx, &space, span(2 * AT, 4 << 20), large, Backing::Private);
@@ -106,9 +106,7 @@ fn scenario(rig: &Rig<'_>) {
             assert!(space.find_vma(cx, VirtAddr::new(AT + 0x5000)).is_err());
         }
         check(rig, cx, &space, &known);
-        for run in pinned {
-            rig.vm.unpin(cx, &space, run).expect("its own");
-        }
+        rig.unpin(cx, &space, pinned);
         rig.leave(cx, &space);
         if let Ok(child) = child {
             rig.vm.destroy(cx, child).expect("destroying takes no memory");
@@ -161,11 +159,9 @@ fn exhaustion_asks_for_relief() {
     for (needs, room) in needs.into_iter().flat_map(|needs| (0..6).map(move |room| (needs, room))) {
         for helps in [false, true] {
             with_cpu(8, 1, 22, |rig, cx| {
-                let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = VmaKind::private(PageSize::Size4K);
                 let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-                rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("an area");
-                rig.vm.map(cx, &space, span(8 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
+                let space = rig.space(cx, span(AT, 4 << 20), SMALL);
+                rig.vm.map(cx, &space, span(8 * AT, 0x8000), SMALL, Backing::Shared(&object, 0)).expect("an area");
                 rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
                 rig.vm.prefault(&space, span(AT + (1 << 20), 2 << 20), None).work(cx, &Never).expect("memory");
                 let mut taken = Vec::new();
@@ -179,7 +175,7 @@ fn exhaustion_asks_for_relief() {
                 let done = match needs {
                     Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
                     Object => rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object)),
-                    Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
+                    Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), SMALL, Backing::Private).map(|_| ()),
                     Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
                     Rights => rig.vm.protect(cx, &space, span(AT + 0x1000, 0x1000), Protection::USER),
                     Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
@@ -217,8 +213,7 @@ fn exhaustion_asks_for_relief() {
 #[test]
 fn what_the_pager_needs_is_taken_last() {
     as_first::<Metered, true>(8, 1, 23, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 1 << 20), kind);
+        let space = rig.space(cx, span(AT, 1 << 20), SMALL);
         let (pager, frames) = (rig.vm.pager(), rig.vm.frames());
         let mut fault = |at, is_left, asked| {
             let rest = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
@@ -245,7 +240,7 @@ fn what_the_pager_needs_is_taken_last() {
 fn a_run_is_pinned_as_a_whole_or_not_at_all() {
     with_cpu(8, 1, 24, |rig, cx| {
         let area = span(AT, 0x3000);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, area, SMALL);
         rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
         let mut pins = Vec::new();
         let second = span(AT + 0x1000, 0x1000);
@@ -266,9 +261,7 @@ fn a_run_is_pinned_as_a_whole_or_not_at_all() {
         });
         assert_eq!(references, [1, 15, 1]);
         held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-        for pin in pins {
-            rig.vm.unpin(cx, &space, pin).expect("its own");
-        }
+        rig.unpin(cx, &space, pins);
         rig.vm.destroy(cx, space).expect("nothing is pinned");
     });
 }
@@ -292,8 +285,7 @@ fn the_last_resort_is_asked_last() {
         // SAFETY: as the rig's.
         let vm = unsafe { Vm::new(parts) }.expect("small objects");
         let space = vm.create(cx, bounds()).expect("a space");
-        let kind = VmaKind::private(PageSize::Size4K);
-        vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
+        vm.map(cx, &space, span(AT, 1 << 20), SMALL, Backing::Private).expect("an area");
         let inflate = |cx: &Cx<'_, '_>| {
             let all = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
             balloon.1.lock().expect("whole").extend(all);

@@ -1,7 +1,7 @@
 //! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, no wrap, and no loop
 //! over what is not there.
 
-use crate::support::{bounds, span, with_cpu};
+use crate::support::{SMALL, bounds, span, with_cpu};
 use hugemm_base::{Cancel, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
@@ -9,8 +9,6 @@ use std::cell::Cell;
 
 /// Addresses in 64 bits, in pages.
 const ALL: u64 = 1 << 52;
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
-
 /// Ranges at the ends of what addresses can be, and around what a page table can have.
 fn ranges() -> impl Iterator<Item = VirtRange> {
     let ends = [0, 1 << 34, (1 << 35) - 1, 1 << 35, 1 << 36, ALL - (1 << 35), ALL - 1];
@@ -62,8 +60,7 @@ fn objects_are_as_large_as_they_say() {
                         "{mapped:?}"
                     );
                 }
-                rig.vm.destroy(cx, space).expect("idle");
-                rig.vm.close(cx, object).expect("its own");
+                rig.end_shown(cx, (object, space));
             }
         }
     });
@@ -107,9 +104,7 @@ fn spaces_take_any_range() {
                     there,
                     "{range}"
                 );
-                for pin in pins {
-                    rig.vm.unpin(cx, &space, pin).expect("its own");
-                }
+                rig.unpin(cx, &space, pins);
             }
         }
         for range in ranges() {

@@ -1,13 +1,12 @@
 //! Filling and pinning ranges that begin and end anywhere: every page once, where it belongs.
 
-use crate::support::{AT, Cx, Handle, Rig, bounds, span, with_cpu};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr, VirtRange};
+use crate::support::{AT, Cx, Handle, Rig, SMALL, bounds, span, with_cpu};
+use hugemm_base::{Cancel, Cpu, Never, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Access, Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::cell::Cell;
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 
 /// The 4 KiB pages that are mapped in so many bytes from `AT` on, and that their flags are those of pages that were filled.
@@ -57,9 +56,8 @@ fn a_range_is_filled_whatever_it_meets() {
 fn gaps_are_filled() {
     for kind in [SMALL, LARGE] {
         with_cpu(64, 1, 62, |rig, cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let (size, count) = (kind.page.bytes(), if kind == SMALL { 1200 } else { 24 });
-            rig.vm.map(cx, &space, span(AT, count * size), kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, span(AT, count * size), kind);
             rig.enter(cx, &space);
             let there: Vec<u64> = [0, 1, 5, 17, 18, 19, count / 2, count - 2].into();
             for page in &there {
@@ -92,10 +90,7 @@ fn pins_say_what_they_hold() {
         for page in (0..200).step_by(2).chain((1..200).step_by(2)) {
             rig.store(cx, &space, AT + (page << 12), 1).expect("memory");
         }
-        let mut pins: Vec<Pinned<'_>> = Vec::new();
-        let pinned =
-            rig.vm.pin(cx, &space, span(AT + 0x3000, (1533) << 12), Access::Write, None, &Never, |pin| pins.push(pin));
-        assert_eq!(pinned, Ok(1533));
+        let pins = rig.pin(cx, &space, span(AT + 0x3000, (1533) << 12));
         let mut next = AT + 0x3000;
         let references = |rig: &Rig<'_>, head: Pfn| rig.vm.frames().references(head);
         for pin in &pins {
@@ -152,7 +147,7 @@ fn unmapped_pages_are_freed_by_runs() {
     const PAGES: u64 = 2048;
     with_cpu(32, 1, 77, |rig, cx| {
         let all = span(AT, PAGES << 12);
-        let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, all, SMALL);
         rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
         let before = rig.vm.frames().stats(cx).lock_rounds;
         rig.vm.unmap(cx, &space, all).expect("its own");
@@ -182,7 +177,7 @@ fn what_is_pinned_is_the_spaces_own() {
         let child = Cell::new(None);
         // Once, when all are there.
         let forks = Asked(|| {
-            rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.on(1, |cx| {
                 let last = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x3000));
                 let forked = child.take();
                 let forks = forked.is_none() && matches!(last, Lookup::Mapped(_));
@@ -212,9 +207,8 @@ fn what_is_pinned_is_the_spaces_own() {
 #[test]
 fn what_is_there_is_filled() {
     with_cpu(16, 1, 66, |rig, cx| {
-        let space = rig.vm.create(cx, bounds()).expect("a space");
         let (area, read_only) = (span(AT, 0x4000), span(2 * AT, 0x4000));
-        rig.vm.map(cx, &space, area, SMALL, Backing::Private).expect("an area");
+        let space = rig.space(cx, area, SMALL);
         rig.vm.map(cx, &space, read_only, SMALL.allowing(Protection::USER), Backing::Private).expect("an area");
         for range in [area, read_only] {
             rig.vm.prefault(&space, range, None).work(cx, &Never).expect("memory");
@@ -271,7 +265,7 @@ fn a_page_that_is_pinned_to_be_read_stays_when_it_is_stored_to() {
                 assert_eq!(rig.load(cx, &child, AT), Ok(1), "{size:?}");
                 rig.end(cx, child);
             }
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
             rig.vm.destroy(cx, space).expect("destroyed");
         });
     }
@@ -325,7 +319,7 @@ fn an_area_that_has_changed_is_not_filled() {
             let changed = Cell::new(false);
             let meanwhile = |phase| {
                 if phase == Phase::Map && !changed.replace(true) {
-                    rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                    rig.on(1, |cx| {
                         let gone = if change == 1 { span(AT + 0x8_0000, 0x8_0000) } else { area };
                         rig.vm.unmap(cx, &space, gone).expect("unmapped");
                         if change == 2 {
@@ -354,7 +348,7 @@ fn an_area_whose_rights_change_is_filled() {
         let changed = Cell::new(false);
         let meanwhile = |phase| {
             if phase == Phase::Map && !changed.replace(true) {
-                rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                rig.on(1, |cx| {
                     let part = span(AT + (8 << 12), 8 << 12);
                     rig.vm.protect(cx, &space, part, Protection::USER).expect("an area");
                 });
@@ -383,7 +377,7 @@ fn an_area_that_has_grown_is_filled() {
         let changed = Cell::new(false);
         let meanwhile = |phase| {
             if phase == Phase::Map && !changed.replace(true) {
-                rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                rig.on(1, |cx| {
                     rig.vm.unmap(cx, &space, span(AT, 8 << 12)).expect("unmapped");
                     rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("longer");
                 });
@@ -394,8 +388,7 @@ fn an_area_that_has_grown_is_filled() {
         let found = |page: u64| rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
         assert_eq!((0..32).map(found).filter(|found| matches!(found, Lookup::Mapped(_))).count(), 32);
         assert_eq!(filling.done(), 32);
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 

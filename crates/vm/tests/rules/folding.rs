@@ -1,10 +1,10 @@
 //! Folded groups of leaves (arm64's contiguous bit): areas that nobody ages page by page have them, and whoever changes a part
 //! unfolds it first. The model MMU reports a group that is not whole, and two translations of one address that differ.
 
-use crate::support::{AT, Cx, Model, Rig, as_first, at_supply, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use crate::support::{AT, Cx, Model, Rig, SMALL, as_first, at_supply, no_faults, span, with_format};
+use hugemm_base::{CpuId, Never, VirtAddr};
 use hugemm_paging::{Aarch64, DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{Access, AddressSpace, Discard, Protection, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Discard, Protection};
 
 /// 64 KiB-aligned; four groups.
 const PAGES: u64 = 64;
@@ -31,7 +31,7 @@ fn folded<'h, const AWAY: bool>(rig: &Rig<'h, Aarch64, AWAY>, space: &AddressSpa
 /// A page is pinned and its area forked.
 fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     let all = span(AT, PAGES * 4096);
-    let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+    let space = rig.space(cx, all, SMALL);
     rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
     assert_eq!(folded(rig, &space), PAGES);
     // A fork of an area with a pinned page goes page by page.
@@ -40,7 +40,7 @@ fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     assert_eq!((count, folded(rig, &space)), (Ok(1), PAGES));
     let child = rig.vm.fork(cx, &space).expect("a child");
     assert_eq!(folded(rig, &space), 0);
-    pinned.into_iter().for_each(|run| rig.vm.unpin(cx, &space, run).expect("its own"));
+    rig.unpin(cx, &space, pinned);
     rig.vm.destroy(cx, child).expect("nobody uses it");
     rig.vm.destroy(cx, space).expect("nobody uses it");
 }
@@ -48,7 +48,7 @@ fn pin_and_fork<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
 /// A page is taken out of its entry, and comes back.
 fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     let all = span(AT, PAGES * 4096);
-    let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+    let space = rig.space(cx, all, SMALL);
     rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
     assert_eq!(folded(rig, &space), PAGES);
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 3 * 4096)) else { panic!("prefaulted") };
@@ -68,31 +68,28 @@ fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
 fn what_is_aged_page_by_page_is_not_folded() {
     with_format::<Aarch64, true>(32, 2, 1, &no_faults(), |rig| {
         let (all, first) = (span(AT, 4 << 20), span(AT, PAGES * 4096));
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+        let space = rig.on(0, |cx| {
+            let space = rig.space(cx, all, SMALL);
             rig.vm.prefault(&space, first, None).work(cx, &Never).expect("memory");
             assert_eq!(folded(rig, &space), 0);
             space
         });
         let take_away = || {
-            rig.mmu
-                .as_cpu(CpuId::new(1), |cx| rig.vm.discard(cx, &space, first, Discard::Now).expect("not locked yet"));
+            rig.on(1, |cx| rig.vm.discard(cx, &space, first, Discard::Now).expect("not locked yet"));
             true
         };
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             at_supply(&take_away, || rig.vm.lock(cx, &space, all, 1024).expect("within the limit"));
             assert_eq!(folded(rig, &space), PAGES);
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, space).expect("nobody uses it"));
+        rig.on(0, |cx| rig.vm.destroy(cx, space).expect("nobody uses it"));
     });
 }
 
 #[test]
 fn single_pages_of_groups() {
-    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| pin_and_fork(rig, cx))
-    });
-    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.mmu.as_cpu(CpuId::new(0), |cx| take_away(rig, cx)));
+    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.on(0, |cx| pin_and_fork(rig, cx)));
+    with_format::<Aarch64, false>(32, 1, 1, &no_faults(), |rig| rig.on(0, |cx| take_away(rig, cx)));
 }
 
 #[test]
@@ -105,8 +102,8 @@ fn a_part_that_changes_is_unfolded_first() {
                 (0..PAGES).for_each(|page| _ = rig.mmu.load(CpuId::new(cpu), VirtAddr::new(at(page))));
                 assert_eq!(rig.mmu.check(), Ok(()), "seed {seed}");
             };
-            let (parent, child) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
-                let parent = rig.space(cx, all(), VmaKind::private(PageSize::Size4K));
+            let (parent, child) = rig.on(0, |cx| {
+                let parent = rig.space(cx, all(), SMALL);
                 rig.vm.prefault(&parent, all(), None).work(cx, &Never).expect("memory");
                 assert_eq!(folded(rig, &parent), PAGES, "in blocks, so in groups");
                 rig.enter(cx, &parent);
@@ -114,10 +111,10 @@ fn a_part_that_changes_is_unfolded_first() {
                 let child = rig.vm.fork(cx, &parent).expect("a child");
                 (parent, child)
             });
-            rig.mmu.as_cpu(CpuId::new(1), |cx| rig.enter(cx, &parent));
+            rig.on(1, |cx| rig.enter(cx, &parent));
             [0, 1].into_iter().for_each(look);
             assert_eq!(folded(rig, &parent), PAGES, "all of it became read-only");
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 // Copied, as the child has it too.
                 rig.store(cx, &parent, at(5), 105).expect("served");
                 look(1);
@@ -136,8 +133,8 @@ fn a_part_that_changes_is_unfolded_first() {
                 let used = rig.vm.test_and_clear_young(cx, &parent, all(), |_| ()).expect("in the space");
                 assert!(used > 0 && folded(rig, &parent) == 16);
             });
-            rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &parent));
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(1, |cx| rig.leave(cx, &parent));
+            rig.on(0, |cx| {
                 rig.leave(cx, &parent);
                 rig.vm.destroy(cx, parent).expect("nobody uses it");
             });
@@ -150,7 +147,7 @@ fn a_part_that_changes_is_unfolded_first() {
 fn what_concerns_whole_tables_concerns_their_groups() {
     as_first::<Aarch64, false>(32, 1, 1, |rig, cx| {
         let all = span(AT, 5 << 20);
-        let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, all, SMALL);
         rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
         assert_eq!(folded(rig, &space), PAGES);
         rig.enter(cx, &space);

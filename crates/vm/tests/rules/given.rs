@@ -1,12 +1,10 @@
 //! Areas of given frames: they are shown, and stay their owner's whatever is done with the areas.
 
-use super::support::{AT, span, with_cpu, with_rig};
+use crate::support::{AT, SMALL, span, with_cpu, with_rig};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuId, Extent, Order, PageSize, Pfn, VirtAddr, with};
+use hugemm_base::{Extent, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_paging::{Flags, Lookup};
 use hugemm_vm::{Access, Backing, Discard, Protection, Usage, VmError, VmaKind};
-
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 /// A page of the kernel's is seen in parent and child, is in no count, and is the kernel's when all of them are gone.
 #[test]
@@ -137,7 +135,7 @@ fn what_cannot_be_given_is_refused() {
         let plan = FaultPlan::periodic(nth, 1);
         let mut failed = true;
         with_rig(16, 1, 34, &plan, |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let frames = Extent::new(Pfn::new(1 << 24), 2048).expect("in range");
                 // SAFETY: as above.
                 match unsafe { rig.vm.create_given(cx, frames, PageSize::Size4K) } {

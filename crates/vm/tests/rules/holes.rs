@@ -2,26 +2,24 @@
 
 use crate::sources::{File, end, end_of_other, enter, show};
 use crate::support::{
-    AT, Cx, Metered, Rig, before_flush, no_faults, on_both_formats, some_are_stale, span, with_format,
+    AT, Cx, Metered, Rig, SMALL, before_flush, no_faults, on_both_formats, some_are_stale, span, with_format,
 };
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_base::{CpuId, VirtAddr};
 use hugemm_paging::{Aarch64, Lookup, PageFormat};
-use hugemm_vm::{Access, Backing, Discard, Protection, Served, VmaKind};
+use hugemm_vm::{Access, Backing, Discard, Protection, Served};
 use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
-
 /// A page that reclaim has just taken away, and whose flush it still owes, is used by no CPU when it is gone from the file.
 fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for shorter in [false, true] {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let (object, space) = enter(rig, cx, File::new(4 << 12));
             let at = VirtAddr::new(AT + 0x3000);
             assert_eq!(rig.load(cx, &space, at.get()), Ok(0x3000));
-            let (leaf, deferred) = (rig.leaf(cx, &space, at.get()), rig.deferred());
-            let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+            let deferred = rig.deferred();
+            let page = rig.unhook(cx, &space, at.get(), &deferred);
             let gone = if shorter { rig.vm.truncate(cx, &object, 3 << 12) } else { rig.vm.punch(cx, &object, 3, 4) };
             gone.expect("its own");
             assert!((0..50).all(|_| rig.mmu.load(CpuId::new(0), at).is_err()), "it is used, {shorter}");
@@ -36,11 +34,11 @@ fn away<F: PageFormat>(rig: &Rig<'_, F, true>) {
 /// shorter.
 fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let (at, bytes) = (AT + 0x3000, (3 << 12) + 16);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let (object, space) = enter(rig, cx, File::new(4 << 12));
         assert_eq!(rig.load(cx, &space, at), Ok(0x3000));
-        let (leaf, deferred) = (rig.leaf(cx, &space, at), rig.deferred());
-        let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+        let deferred = rig.deferred();
+        let page = rig.unhook(cx, &space, at, &deferred);
         let begun = AtomicU32::new(0);
         std::thread::scope(|scope| {
             let shorter = scope.spawn(|| {
@@ -75,7 +73,7 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
 
 fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let (object, space) = enter(rig, cx, file);
         file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
         file.gate.store(4, Ordering::SeqCst);
@@ -97,7 +95,7 @@ fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
 fn overtaken<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for shorter in [false, true] {
         let file = File::new(4 << 12);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let (object, space) = enter(rig, cx, file);
             rig.store(cx, &space, AT + 0x3000, 9).expect("memory");
             file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
@@ -172,8 +170,8 @@ fn not_flushed<F: PageFormat>(seed: u64, hides: bool) -> bool {
     with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
         let (file, other) =
             (File::new(4 << 12), |value| rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), value).is_ok());
-        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        let (object, space) = rig.on(0, |cx| show(rig, cx, file));
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("memory");
         });
@@ -214,14 +212,14 @@ fn not_read_before<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
     with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
         let (file, at) = (File::new(4 << 12), VirtAddr::new(AT + 8));
-        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        let (object, space) = rig.on(0, |cx| show(rig, cx, file));
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, at.get()), Ok(8));
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let (leaf, deferred) = (rig.leaf(cx, &space, AT), rig.deferred());
-            let page = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+        rig.on(0, |cx| {
+            let deferred = rig.deferred();
+            let page = rig.unhook(cx, &space, AT, &deferred);
             file.bytes()[..4096].fill(0);
             let served = Cell::new(None);
             let meanwhile = || {
@@ -241,7 +239,7 @@ fn not_read_before<F: PageFormat>(seed: u64) -> bool {
             assert_eq!(rig.load(cx, &space, at.get()), Ok(0));
         });
         rig.end_for_both(space);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
+        rig.on(0, |cx| rig.vm.close(cx, object).expect("its own"));
     });
     stale.get()
 }

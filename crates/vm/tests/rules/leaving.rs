@@ -2,10 +2,10 @@
 
 use crate::sources::{File, drop_unhooked, end_of_other, show};
 use crate::support::{
-    AT, Cpus, Cx, Follower, Metered, Model, Rig, as_first, at_unlock, before_flush, bounds, no_faults, on_both_formats,
-    some_are_stale, span, with_format,
+    AT, Cpus, Cx, Follower, Metered, Model, Rig, SMALL, as_first, at_unlock, before_flush, bounds, no_faults,
+    on_both_formats, some_are_stale, span, with_format,
 };
-use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
+use hugemm_base::{CpuCx, CpuId, Never, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
 use hugemm_vm::{Access, Backing, Notifier, SharedRef, VmaKind};
 use std::cell::Cell;
@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const SHARED: VmaKind = with!(SMALL, shared = true);
 /// Where the file itself is shown.
 const THERE: u64 = 0x70_0000_0000;
@@ -61,7 +60,7 @@ fn another<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
         };
         // By another CPU: this one has locked the followers.
         let meanwhile = |_: &mut Cx<'_, 'h>| {
-            let done = std::thread::scope(|scope| scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), deeds)).join());
+            let done = std::thread::scope(|scope| scope.spawn(|| rig.on(1, deeds)).join());
             assert!(done.is_ok(), "{deed}");
         };
         rig.calling_back(meanwhile, || {
@@ -99,15 +98,14 @@ fn beside<'h, F: PageFormat>(rig: &Rig<'h, F>, cx: &mut Cx<'_, 'h>) {
         assert!(after.flags.contains(Flags::WRITE) && after == before, "{after:?}");
     };
     let meanwhile = || {
-        let done = std::thread::scope(|scope| scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), deeds)).join());
+        let done = std::thread::scope(|scope| scope.spawn(|| rig.on(1, deeds)).join());
         assert!(done.is_ok());
     };
     before_flush(&meanwhile, || {
         let unmapped = rig.vm.unmap(cx, &space, here).expect("unmapped");
         assert_eq!((unmapped.areas, unmapped.pages), (1, FOLDED));
     });
-    rig.vm.destroy(cx, space).expect("nobody uses it");
-    rig.vm.close(cx, object).expect("its own");
+    rig.end_shown(cx, (object, space));
 }
 
 fn beside_others<F: PageFormat>() {
@@ -149,7 +147,7 @@ impl<'h> Notifier<Cpus<'h>> for Turns {
 fn ended<F: PageFormat>() {
     with_format::<F, true>(16, OTHERS + 1, 5, &no_faults(), |rig| {
         let turns = Arc::new(Turns::default());
-        let (object, spaces, follower) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (object, spaces, follower) = rig.on(0, |cx| {
             let object = rig.vm.open_source(cx, File::new((PAGES as usize) << 12)).expect("memory");
             // Areas of one size and offset are in the order in which they came.
             let spaces = [(); OTHERS as usize + 1].map(|()| {
@@ -191,7 +189,7 @@ fn ended<F: PageFormat>() {
                 assert_eq!(turns.come.swap(OTHERS, Ordering::SeqCst), 1);
             });
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             // SAFETY: it follows this space.
             drop(unsafe { rig.vm.unfollow(cx, &spaces[0], follower) });
             spaces.into_iter().for_each(|space| rig.vm.destroy(cx, space).expect("nobody uses it"));
@@ -230,22 +228,22 @@ fn by_table<F: PageFormat>(seed: u64, deed: &str) -> bool {
             ("drop", cpu, at) => rig.mmu.load(cpu, at).is_ok(),
             (_, cpu, at) => rig.mmu.store(cpu, at, 1).is_ok(),
         };
-        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, File::new(BYTES as usize)));
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        let (object, space) = rig.on(0, |cx| show(rig, cx, File::new(BYTES as usize)));
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("memory");
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             if deed == "drop" {
                 assert_eq!(rig.vm.sync(cx, &object, 0, 1), Ok(1));
             }
             let frame = rig.leaf(cx, &space, AT).frame;
             let meanwhile = || {
-                if rig.mmu.as_cpu(CpuId::new(2), |cx| rig.vm.lookup(cx, &space, VirtAddr::new(AT))) != Lookup::Busy {
+                if rig.on(2, |cx| rig.vm.lookup(cx, &space, VirtAddr::new(AT))) != Lookup::Busy {
                     return false;
                 }
                 stale.set(through());
-                let deeds = || rig.mmu.as_cpu(CpuId::new(2), |cx| takes(rig, cx, &object, frame, deed));
+                let deeds = || rig.on(2, |cx| takes(rig, cx, &object, frame, deed));
                 let done = std::thread::scope(|scope| scope.spawn(deeds).join());
                 assert!(done.is_ok() && !through(), "{deed}");
                 true
@@ -266,8 +264,8 @@ fn in_part<F: PageFormat>(seed: u64, deed: &str) -> bool {
     with_format::<F, true>(16, 3, seed, &no_faults(), |rig| {
         let file = File::new((PAGES as usize) << 12);
         let store = |page: u64, value| rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + (page << 12)), value).is_ok();
-        let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        let (object, space) = rig.on(0, |cx| show(rig, cx, file));
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|page| rig.store(cx, &space, AT + (page << 12), 1).expect("memory"));
         });
@@ -294,7 +292,7 @@ fn in_part<F: PageFormat>(seed: u64, deed: &str) -> bool {
             "punch" => [Ok(0), Ok(0x1000)],
             _ => [Err(()), Err(())],
         };
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        rig.on(1, |cx| {
             // Nothing of a file that is empty.
             let _ = rig.vm.map(cx, &space, span(THERE, PAGES << 12), SHARED, Backing::Shared(&object, 0));
             let found = [AT, THERE + 0x1000].map(|at| rig.load(cx, &space, at).map_err(|_| ()));

@@ -1,16 +1,14 @@
 //! A line of a space for each CPU: whoever changes areas or takes entries away waits for readers on all of them, what is counted adds up,
 //! and without memory for a line everything goes on.
 
-use crate::support::{AT, Cx, Follower, Metered, Rig, no_faults, span, with_format, with_rig};
+use crate::support::{AT, Cx, Follower, Metered, Rig, SMALL, no_faults, span, with_format, with_rig};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, Never, PageSize, VirtAddr, VirtRange};
-use hugemm_vm::{Access, Notifier, Served, VmError, VmaKind};
+use hugemm_base::{CpuCx, CpuId, Never, VirtAddr, VirtRange};
+use hugemm_vm::{Access, Notifier, Served, VmError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
-
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 /// Looks back, in the middle of a look at the areas, at what another CPU has done by then.
 #[derive(Default)]
@@ -44,7 +42,7 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
         let other = if reader == 0 { 1 } else { 0 };
         with_format::<Metered, true>(32, 3, 91, &no_faults(), |rig: &Rig<'_, Metered, true>| {
             let looking = Arc::new(Meanwhile::default());
-            let (space, follower) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let (space, follower) = rig.on(0, |cx| {
                 let space = rig.space(cx, span(AT, 0x4000), SMALL);
                 let follower = rig.vm.follow(cx, &space, Follower(looking.clone())).expect("memory");
                 (space, follower)
@@ -69,7 +67,7 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
                 });
             });
             assert_eq!((looking.seen.load(SeqCst), looking.step.load(SeqCst)), (2, 3), "CPU {reader}");
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 // SAFETY: the follower is this space's.
                 let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
                 rig.vm.destroy(cx, space).expect("destroyed");
@@ -83,11 +81,11 @@ fn who_cuts_areas_waits_for_readers_on_all_lines() {
 fn what_cpus_count_adds_up() {
     const CPUS: u32 = 4;
     with_rig(32, CPUS, 92, &no_faults(), |rig| {
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x10_0000), SMALL));
-        let used = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.used(cx));
+        let space = rig.on(0, |cx| rig.space(cx, span(AT, 0x10_0000), SMALL));
+        let used = rig.on(0, |cx| rig.used(cx));
         let mut pinned = Vec::new();
         for cpu in 0..CPUS {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 let area = span(AT + (u64::from(cpu) << 14), 0x2000);
                 rig.vm.fault(cx, &space, area.start(), Access::Write).expect("memory");
                 rig.vm.pin(cx, &space, area, Access::Write, None, &Never, |run| pinned.push(run)).expect("memory");
@@ -112,7 +110,7 @@ fn what_cpus_count_adds_up() {
                 });
             }
         }
-        rig.mmu.as_cpu(CpuId::new(3), |cx| {
+        rig.on(3, |cx| {
             rig.vm.destroy(cx, space).expect("nothing is pinned");
             rig.vm.trim(cx);
             assert!(rig.used(cx) <= used, "lines come back");
@@ -128,9 +126,9 @@ fn without_memory_for_a_line_everything_goes_on() {
     let fault = |plan: &FaultPlan, at: u64| {
         let mut asked = 0;
         with_rig(16, 2, 93, plan, |rig| {
-            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
+            let space = rig.on(0, |cx| rig.space(cx, span(AT, 0x4000), SMALL));
             asked = plan.asked();
-            rig.mmu.as_cpu(CpuId::new(1), |cx: &mut Cx<'_, '_>| {
+            rig.on(1, |cx: &mut Cx<'_, '_>| {
                 assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write), Ok(Served::Mapped));
                 assert!(plan.asked() > asked);
                 assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(at + 0x1000), Access::Write), Ok(Served::Mapped));

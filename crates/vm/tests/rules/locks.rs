@@ -1,12 +1,10 @@
 //! What is locked: present at once, counted, within a limit, and in memory until it is unlocked. On both formats.
 
-use crate::support::{AT, Cx, Model, Rig, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
+use crate::support::{AT, Cx, Model, Rig, SMALL, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
+use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
-
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 
 /// Tries to page out what is mapped at an address; whether it went.
 fn pages_out<'h, F: PageFormat>(
@@ -15,8 +13,8 @@ fn pages_out<'h, F: PageFormat>(
     space: &AddressSpace<Model<'h, F, true>>,
     at: u64,
 ) -> bool {
-    let (leaf, deferred) = (rig.leaf(cx, space, at), rig.deferred());
-    let unhooked = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+    let deferred = rig.deferred();
+    let unhooked = rig.unhook(cx, space, at, &deferred);
     type Kept<'d, 'h, F> = (VmError, UnhookedPage<'d, 'h, Model<'h, F, true>>);
     let store = |cx: &Cx<'_, 'h>, block: Frozen| Ok((rig.vm.pager().store(cx, &block, 0), Some(block)));
     // SAFETY: the slot is a new one of this pager.
@@ -34,7 +32,7 @@ fn pages_out<'h, F: PageFormat>(
 fn stays<F: PageFormat>() {
     with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             assert!(pages_out(rig, cx, &space, AT) && pages_out(rig, cx, &space, AT + 0x3000));
             let part = span(AT, 0x4000);
             assert_eq!(rig.vm.lock(cx, &space, part, 3), Err(VmError::LockLimit { locked: 4 }));
@@ -64,7 +62,7 @@ fn stays<F: PageFormat>() {
 fn shared<F: PageFormat>() {
     with_format::<F, true>(32, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let shared = span(AT + 0x8000, 0x4000);
             rig.vm.map(cx, &space, shared, SMALL, Backing::Shared(&object, 0)).expect("an area");

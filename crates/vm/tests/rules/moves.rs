@@ -1,13 +1,14 @@
 //! A range at other addresses: what it has goes along, on every CPU; it becomes longer and shorter; what it costs, and what is refused. On
 //! both formats.
 
-use crate::support::{AT, Metered, Model, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
+use crate::support::{
+    AT, Metered, Model, SMALL, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+};
 use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
 use hugemm_vm::{Access, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 /// Where nothing is.
 const THERE: u64 = 0x70_0000_0000;
@@ -28,7 +29,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
         let bytes = size.bytes();
         let (from, to) = (pages / 3, pages / 2);
         let (part, there) = (span(AT + from * bytes, (to - from) * bytes), THERE + distance + from * bytes);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let mut leaves = [Vec::new(), Vec::new(), Vec::new()];
             let flushes = rig.flushes();
             for (step, at) in [AT, THERE + distance, AT].into_iter().enumerate() {
@@ -51,7 +52,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
             // What it has kept leads nowhere.
             (from..to)
                 .for_each(|page| assert!(rig.mmu.load(CpuId::new(cpu), VirtAddr::new(AT + page * bytes)).is_err()));
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 for page in 0..pages {
                     let (gone, at) = ((from..to).contains(&page), AT + page * bytes);
                     let expected = if gone { Err(no_area(at)) } else { Ok(page + 1) };
@@ -63,7 +64,7 @@ fn goes<F: PageFormat>(size: PageSize, distance: u64) {
                 }
             });
         }
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             assert_eq!(space.counters().copied + space.counters().reused, 0);
             // Wherever it is, it is found.
             let leaf = rig.leaf(cx, &space, there);
@@ -98,7 +99,7 @@ fn kept<F: PageFormat>(distance: u64) {
     with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
         let there = THERE + distance;
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let mut pins = Vec::new();
             rig.page_out(cx, &space, AT);
             let child = rig.vm.fork(cx, &space).expect("memory");
@@ -115,7 +116,7 @@ fn kept<F: PageFormat>(distance: u64) {
             assert_eq!(rig.store(cx, &space, there + 0x1000, 20), Ok(()), "which the child has too");
             assert_eq!(rig.store(cx, &space, there + 0x2000, 31), Ok(()));
             assert_eq!(rig.leaf(cx, &space, there + 0x2000).frame, pins[0].extent().base(), "under its device");
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
             rig.enter(cx, &child);
             (0..8).for_each(|page| assert_eq!(rig.load(cx, &child, AT + page * 0x1000), Ok(page + 1), "the child's"));
             rig.leave(cx, &child);
@@ -135,20 +136,20 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         let deferred = rig.deferred();
-        let (page, before) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (page, before) = rig.on(0, |cx| {
             let before = rig.leaf(cx, &space, AT);
             (rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect("nobody else has it"), before)
         });
         // The other CPU has the old translation, and nobody has flushed.
         stale = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok();
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             // Only what is just moving.
             rig.vm.move_to(cx, &space, span(AT, 0x1000), span(THERE, 0x1000)).expect("nothing is there");
             rig.vm.map(cx, &space, span(AT, 0x1000), SMALL, Backing::Private).expect("nothing is there");
             assert_eq!(rig.store(cx, &space, AT, 77), Ok(()), "another page");
         });
         assert_ne!(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT)), Ok(5), "what was owed for the address is paid");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             page.put_back(cx);
             assert_eq!(rig.leaf(cx, &space, THERE), before);
             assert_eq!(rig.load(cx, &space, THERE), Ok(if stale { 5 } else { 1 }));
@@ -196,7 +197,7 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(48, 2, 6, &no_faults(), |rig| {
         let space = rig.filled_for_both(size, 4);
         let (bytes, per) = (size.bytes(), size.pages());
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let mut to = |from: (u64, u64), to: (u64, u64)| {
                 let before = rig.flushes();
                 let (from, to) = (span(from.0, from.1 * bytes), span(to.0, to.1 * bytes));
@@ -213,7 +214,7 @@ fn longer_and_shorter<F: PageFormat>(size: PageSize) {
             assert_eq!(to((AT + bytes, 1), (THERE, 3)).1, two);
         });
         for cpu in [1, 0] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 let found = [AT, AT + bytes, THERE, THERE + bytes, THERE + 2 * bytes, THERE + 3 * bytes];
                 let found = found.map(|at| rig.load(cx, &space, at).map_err(|_| ()));
                 assert_eq!(found, [Ok(1), Err(()), Ok(2), Ok(0), Ok(0), Err(())]);

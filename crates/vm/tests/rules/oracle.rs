@@ -92,7 +92,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
         if from == to {
             return;
         }
-        self.rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+        self.rig.on(cpu, |cx| {
             if let Some(to) = to {
                 self.rig.enter(cx, self.space(to));
             }
@@ -116,7 +116,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             Op::Map { space, at, units, huge, shared, pooled } => self.map(space, at, units, huge, shared, pooled),
             Op::Unmap { space, at, units } => {
                 let range = span(AT + at * UNIT, units * UNIT);
-                let done = self.rig.mmu.as_cpu(CpuId::new(1), |cx| self.rig.vm.unmap(cx, self.space(space), range));
+                let done = self.rig.on(1, |cx| self.rig.vm.unmap(cx, self.space(space), range));
                 match done {
                     Ok(_) => {
                         let known = &mut self.known[space];
@@ -131,8 +131,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             Op::Protect { space, at, units, writable } => {
                 let range = span(AT + at * UNIT, units * UNIT);
                 let rights = Protection::USER.with(if writable { Protection::WRITE } else { Protection::EXEC });
-                let done =
-                    self.rig.mmu.as_cpu(CpuId::new(1), |cx| self.rig.vm.protect(cx, self.space(space), range, rights));
+                let done = self.rig.on(1, |cx| self.rig.vm.protect(cx, self.space(space), range, rights));
                 let (known, pages) = (&mut self.known[space], range.first_page()..range.end_page());
                 let hole = pages.clone().find(|page| !known.pages.contains_key(page));
                 match (done, hole) {
@@ -147,7 +146,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             Op::Lock { space, at, units, unlocks } => {
                 let range = span(AT + at * UNIT, units * UNIT);
                 let (vm, space) = (&self.rig.vm, self.space(space));
-                let done = self.rig.mmu.as_cpu(CpuId::new(2), |cx| match unlocks {
+                let done = self.rig.on(2, |cx| match unlocks {
                     true => vm.unlock(cx, space, range),
                     false => vm.lock(cx, space, range, 1200),
                 });
@@ -164,7 +163,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 self.switch(cpu, Some(space));
                 self.stamp += 1;
                 let stamp = self.stamp;
-                let done = self.rig.mmu.as_cpu(CpuId::new(cpu), |cx| self.rig.store(cx, self.space(space), at, stamp));
+                let done = self.rig.on(cpu, |cx| self.rig.store(cx, self.space(space), at, stamp));
                 if self.known[space].read_only.contains(&(at >> 12)) {
                     assert_eq!(done, Err(VmError::Denied { at: VirtAddr::new(at) }));
                     return;
@@ -183,7 +182,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             Op::Load { space, at, cpu } => {
                 let at = AT + at * 4096 + ((at * 40) & 0xff8);
                 self.switch(cpu, Some(space));
-                let found = self.rig.mmu.as_cpu(CpuId::new(cpu), |cx| self.rig.load(cx, self.space(space), at));
+                let found = self.rig.on(cpu, |cx| self.rig.load(cx, self.space(space), at));
                 match (found, self.expected(space, at)) {
                     (Ok(found), Some(expected)) => assert_eq!(found, expected, "at {at:#x} of space {space}"),
                     (Err(VmError::NoArea { .. }), None) | (Err(VmError::NoMemory | VmError::NoPool), Some(_)) => {}
@@ -192,10 +191,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             }
             Op::Prefault { space, at, units } => {
                 let range = span(AT + at * UNIT, units * UNIT);
-                let done = self
-                    .rig
-                    .mmu
-                    .as_cpu(CpuId::new(2), |cx| self.rig.vm.prefault(self.space(space), range, None).work(cx, &Never));
+                let done = self.rig.on(2, |cx| self.rig.vm.prefault(self.space(space), range, None).work(cx, &Never));
                 let expected =
                     matches!(done, Ok(()) | Err(VmError::NoArea { .. } | VmError::NoMemory | VmError::NoPool));
                 assert!(expected, "{done:?}");
@@ -205,7 +201,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             Op::Switch { space, cpu } => self.switch(cpu, Some(space)),
             Op::Lazy { cpu } => {
                 if let Some(space) = self.loaded[cpu as usize].take() {
-                    self.rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+                    self.rig.on(cpu, |cx| {
                         self.rig.mmu.pause(CpuId::new(cpu), true);
                         // SAFETY: it accesses nothing before it wakes.
                         unsafe { self.space(space).tlb().enter_lazy(self.rig.vm.shootdown(), cx) };
@@ -220,7 +216,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
                 let range = span(AT + at * UNIT, units * UNIT);
                 let pinned = &mut self.pinned;
                 let handle = self.spaces[space].as_ref().expect("a space");
-                let _ = self.rig.mmu.as_cpu(CpuId::new(0), |cx| {
+                let _ = self.rig.on(0, |cx| {
                     self.rig.vm.pin(cx, handle, range, Access::Write, None, &Never, |run| pinned.push((space, run)))
                 });
             }
@@ -250,9 +246,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
     fn unpin(&mut self, which: impl Fn(usize) -> bool) {
         for (space, run) in std::mem::take(&mut self.pinned) {
             if which(space) {
-                self.rig
-                    .mmu
-                    .as_cpu(CpuId::new(0), |cx| self.rig.vm.unpin(cx, self.space(space), run).expect("its own"));
+                self.rig.on(0, |cx| self.rig.vm.unpin(cx, self.space(space), run).expect("its own"));
             } else {
                 self.pinned.push((space, run));
             }
@@ -262,7 +256,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
     /// Longer or shorter, to the same or another place.
     fn move_to(&mut self, space: usize, (at, units): (u64, u64), (to, to_units): (u64, u64)) {
         let (from, to) = (span(AT + at * UNIT, units * UNIT), span(AT + to * UNIT, to_units * UNIT));
-        let done = self.rig.mmu.as_cpu(CpuId::new(1), |cx| self.rig.vm.move_to(cx, self.space(space), from, to));
+        let done = self.rig.on(1, |cx| self.rig.vm.move_to(cx, self.space(space), from, to));
         let known = &mut self.known[space];
         let (first, there) = (from.first_page(), to.first_page());
         let kept = from.pages().min(to.pages());
@@ -315,8 +309,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
         let kind = if huge && pooled { kind.pooled() } else { kind };
         let backing = if shared && !huge { Backing::Shared(&self.object, at) } else { Backing::Private };
         let shared = matches!(backing, Backing::Shared(..));
-        let done =
-            self.rig.mmu.as_cpu(CpuId::new(0), |cx| self.rig.vm.map(cx, self.space(space), range, kind, backing));
+        let done = self.rig.on(0, |cx| self.rig.vm.map(cx, self.space(space), range, kind, backing));
         let pages = range.first_page()..range.end_page();
         match done {
             Ok(area) => {
@@ -340,7 +333,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
             }
         }
         let old = self.spaces[into].take().expect("a space");
-        let forked = self.rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let forked = self.rig.on(0, |cx| {
             self.rig.vm.destroy(cx, old).map_err(|(error, _)| error).expect("nobody uses it");
             match self.rig.vm.fork(cx, self.space(from)) {
                 Ok(child) => (child, true),
@@ -354,7 +347,7 @@ impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
 }
 
 fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
-    let mut world = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    let mut world = rig.on(0, |cx| {
         rig.fill_pool(cx, 6);
         World {
             rig,
@@ -375,12 +368,12 @@ fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
         world.switch(0, Some(space));
         let words: Vec<u64> = world.known[space].words.keys().copied().collect();
         for at in words {
-            let found = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.load(cx, world.space(space), at));
+            let found = rig.on(0, |cx| rig.load(cx, world.space(space), at));
             assert_eq!(Some(found.expect("it is mapped")), world.expected(space, at), "at {at:#x} of space {space}");
         }
         // The reverse map finds what the page table has.
         for at in world.known[space].pages.keys().map(|page| page << 12) {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let found = rig.vm.lookup(cx, world.space(space), VirtAddr::new(at));
                 let hugemm_paging::Lookup::Mapped(leaf) = found else { return };
                 // Nobody's page.
@@ -400,7 +393,7 @@ fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
     for cpu in 0..3 {
         world.switch(cpu, None);
     }
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         for space in world.spaces.into_iter().flatten() {
             rig.vm.destroy(cx, space).map_err(|(error, _)| error).expect("nobody uses it");
         }

@@ -1,5 +1,6 @@
 //! Areas over the pools of `hugemm-hugetlb`: promises, the lack of a page as an error, and which node pages come from.
 
+use crate::support::SMALL;
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange, with};
@@ -140,7 +141,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert!(vm.destroy(cx, child).is_ok() && vm.destroy(cx, parent).is_ok());
         // Frames as on demand.
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
-        let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId::new(1)));
+        let kind = SMALL.from(Placement::Only(NodeId::new(1)));
         vm.map(cx, &space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
             .expect("an area");
         vm.prefault(&space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)

@@ -1,7 +1,7 @@
 //! Several CPUs at once: one page is cleared once, and promises are kept; bad memory does not spread.
 
 use crate::support::{AT, no_faults, span, with_cpu, with_rig};
-use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CancelFlag, Never, PageSize, VirtAddr};
 use hugemm_vm::{Access, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::Barrier;
 
@@ -11,7 +11,7 @@ use std::sync::Barrier;
 fn cpus_that_meet_at_a_page_enter_it_once() {
     for (page, pages) in [(PageSize::Size4K, 512_u64), (PageSize::Size2M, 16)] {
         with_rig(64, 4, 41, &no_faults(), |rig| {
-            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let space = rig.on(0, |cx| {
                 let area = span(AT, pages * page.bytes());
                 rig.space(cx, area, VmaKind::private(page))
             });
@@ -34,7 +34,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
                     });
                 }
             });
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let counters = space.counters();
                 assert_eq!(counters.mapped, pages);
                 // Small ones are not claimed.
@@ -60,7 +60,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
         let kind = VmaKind::private(PageSize::Size2M).pooled();
         let area = span(AT, PAGES << 21);
         for round in 0..20 {
-            let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let space = rig.on(0, |cx| {
                 if round == 0 {
                     rig.fill_pool(cx, PAGES);
                 }
@@ -76,13 +76,8 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
                             match cpu {
                                 0 => prefault.work(cx, &Never).expect("promised"),
                                 1 => {
-                                    let mut pinned = Vec::new();
-                                    rig.vm
-                                        .pin(cx, space, area, Access::Write, None, &Never, |run| pinned.push(run))
-                                        .expect("promised");
-                                    for run in pinned {
-                                        rig.vm.unpin(cx, space, run).expect("its own");
-                                    }
+                                    let pinned = rig.pin(cx, space, area);
+                                    rig.unpin(cx, space, pinned);
                                 }
                                 _ => {
                                     rig.enter(cx, space);
@@ -96,7 +91,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
                     });
                 }
             });
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 rig.vm.destroy(cx, space).expect("destroyed");
                 assert_eq!(rig.pool_available(cx), PAGES);
             });

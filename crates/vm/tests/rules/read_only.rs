@@ -1,18 +1,17 @@
 //! What nobody may store to: files that take nothing back, and what devices have of areas without the right to store.
 
 use crate::sources::{File, end};
-use crate::support::{AT, Cx, Handle, Rig, bounds, on_both_formats, span};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use crate::support::{AT, Cx, Handle, Rig, SMALL, bounds, on_both_formats, span};
+use hugemm_base::{Never, VirtAddr};
 use hugemm_paging::PageFormat;
-use hugemm_vm::{Access, Backing, Protection, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, Protection, VmError};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
 const WRITE: Protection = READ.with(Protection::WRITE);
 const COPIED: u64 = AT + 0x10_0000;
 
 fn takes_nothing<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let file = File::read_only(4 << 12);
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
@@ -52,12 +51,12 @@ fn pins<'h, F: PageFormat>(
 ) -> Result<u64, VmError> {
     let mut pins = Vec::new();
     let done = rig.vm.pin(cx, space, span(at, 2 << 12), access, None, &Never, |pin| pins.push(pin));
-    pins.into_iter().for_each(|pin| rig.vm.unpin(cx, space, pin).expect("its own"));
+    rig.unpin(cx, space, pins);
     done.map_err(|error| error.cause)
 }
 
 fn pinned<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let (plain, taking) = (File::read_only(4 << 12), File::new(4 << 12));
         let denied = |at: u64| Err(VmError::Denied { at: VirtAddr::new(at) });
         for (file, rights) in [(plain, READ), (taking, READ), (taking, WRITE)] {
@@ -79,8 +78,7 @@ fn pinned<F: PageFormat>(rig: &Rig<'_, F, true>) {
             let (stores, dirty) = if rights == WRITE { (Ok(2), 2) } else { (denied(AT), 0) };
             assert_eq!(pins(rig, cx, &space, AT, Access::Write), stores);
             assert_eq!(rig.vm.sync(cx, &object, 0, 4), Ok(dirty));
-            rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object).expect("its own");
+            rig.end_shown(cx, (object, space));
         }
         assert_eq!((plain.writes(), taking.writes()), (vec![], vec![(0, 2 << 12)]));
     });

@@ -1,13 +1,12 @@
 //! Reading files: what is read beside each other, and errors, which say where whoever faulted was.
 
-use crate::support::{AT, Cx, Model, Rig, bounds, on_both_formats, span};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use crate::support::{AT, Cx, Model, Rig, SMALL, bounds, on_both_formats, span};
+use hugemm_base::{Never, VirtAddr};
 use hugemm_paging::PageFormat;
-use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, Served, SourceError, StoredPages, VmError, VmaKind};
+use hugemm_vm::{Access, Advice, Backing, PageSource, Pattern, Served, SourceError, StoredPages, VmError};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const COPIED: u64 = 0x70_0000_0000;
 
 /// A file of ones.
@@ -100,14 +99,13 @@ fn named<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
         assert_eq!(read.map_err(|error| (error.at, error.cause)), Err((at, beyond)));
         file.bytes.store(32 << 12, Ordering::Relaxed);
     }
-    rig.vm.destroy(cx, space).expect("nobody uses it");
-    rig.vm.close(cx, object).expect("its own");
+    rig.end_shown(cx, (object, space));
 }
 
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for second in [Pattern::Normal, Pattern::Sequential] {
         let file = Ones::new(128);
-        let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (space, object) = rig.on(0, |cx| {
             let object = rig.vm.open_source(cx, file).expect("memory");
             let space = rig.vm.create(cx, bounds()).expect("memory");
             for at in [AT, 2 * AT] {
@@ -119,7 +117,7 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
             (space, object)
         });
         let touch = |cpu, at| {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Read).expect("memory");
             });
         };
@@ -138,9 +136,8 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
             (*first..first + pages).for_each(|page| read[page as usize] += 1);
         }
         assert!(read[0] == 1 && read[16] == 1 && read.iter().all(|times| *times < 2), "{second:?}: {read:?}");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            rig.vm.destroy(cx, space).expect("nobody uses it");
-            rig.vm.close(cx, object).expect("its own");
+        rig.on(0, |cx| {
+            rig.end_shown(cx, (object, space));
         });
     }
 }
@@ -148,15 +145,14 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
 /// Who reads one page at a time does not wait for who reads another near it.
 fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = Ones::new(64);
-    let (space, object) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    let (space, object) = rig.on(0, |cx| {
         let object = rig.vm.open_source(cx, file).expect("memory");
         let space = rig.vm.create(cx, bounds()).expect("memory");
         rig.vm.map(cx, &space, span(AT, 64 << 12), SMALL, Backing::Shared(&object, 0)).expect("an area");
         rig.vm.advise(cx, &space, span(AT, 64 << 12), Advice::Random).expect("an area");
         (space, object)
     });
-    let touch =
-        |cpu, at| rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Read));
+    let touch = |cpu, at| rig.on(cpu, |cx| rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Read));
     file.gate.store(1, Ordering::SeqCst);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -168,9 +164,8 @@ fn alone<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(touch(0, AT), Ok(Served::Mapped));
     });
     assert_eq!(*file.fills.lock().expect("nobody panics"), [(0, 1), (16, 1)]);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
+    rig.on(0, |cx| {
+        rig.end_shown(cx, (object, space));
     });
 }
 

@@ -1,10 +1,9 @@
 //! Requests that cannot be served say why and where, and leave everything as it was.
 
-use crate::support::{AT, bounds, span, with_cpu};
+use crate::support::{AT, SMALL, bounds, span, with_cpu};
 use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_vm::{Access, Backing, PinError, VmError, VmaKind};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 
 fn misaligned(at: u64) -> VmError {
@@ -79,8 +78,7 @@ fn what_map_decides_is_not_asked_for() {
             assert_eq!(mapped.map(|area| area.kind), Ok(expected), "{number}");
         }
         assert_eq!(space.locked(), 0);
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
         rig.vm.close(cx, file).expect("its own");
     });
 }
@@ -102,8 +100,7 @@ fn objects_are_refused_by_their_size() {
         rig.vm.map(cx, &space, area, LARGE.pooled(), Backing::Shared(&object, 0)).expect("an area");
         rig.vm.prefault_shared(&object, 512, 1024).work(cx, &Never).expect("promised");
         assert_eq!((rig.pool_available(cx), rig.pool.counts(cx).reserved), (1, 1));
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
         assert_eq!(rig.pool_available(cx), 3, "promises that were not used are taken back");
     });
 }
@@ -130,9 +127,7 @@ fn filling_ends_where_there_is_nothing_to_fill() {
         assert_eq!(pin(cx, AT + 0x1f_e000, 0x3000), error(2, misaligned(AT + 0x20_0000)), "half of a large page");
         assert_eq!(pin(cx, AT + 0x20_1000, 0x1f_f000), error(0, misaligned(AT + 0x20_1000)));
         assert_eq!(pin(cx, AT + 0x1f_f000, 0x20_1000), Ok(513));
-        for pin in pins {
-            rig.vm.unpin(cx, &space, pin).expect("its own");
-        }
+        rig.unpin(cx, &space, pins);
         let object = rig.vm.create_shared(cx, 2048, PageSize::Size2M, false).expect("an object");
         for (from, to, refused) in [(1, 1024, true), (512, 1023, true), (512, 1024, false), (1536, 4096, false)] {
             let filling = rig.vm.prefault_shared(&object, from, to);

@@ -1,6 +1,6 @@
 //! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
 
-use crate::support::{AT, Metered, as_first, no_faults, span, with_format};
+use crate::support::{AT, Metered, SMALL, as_first, no_faults, span, with_format};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
 use hugemm_vm::{Access, Served, VmaKind};
@@ -13,7 +13,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
         with_format::<Metered<false>, false>(32, 2, seed, &no_faults(), |rig| {
             rig.mmu.keep_refusals();
             let at = VirtAddr::new(AT);
-            let (parent, child) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            let (parent, child) = rig.on(0, |cx| {
                 let area = span(AT, size.bytes());
                 let parent = rig.space(cx, area, VmaKind::private(size));
                 rig.enter(cx, &parent);
@@ -28,7 +28,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
                     assert_eq!(rig.mmu.store(cpu, at, 2), Err(Fault::Protection));
                 });
             }
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 rig.vm.destroy(cx, child).expect("nobody uses it");
                 assert_eq!(rig.vm.fault(cx, &parent, at, Access::Write), Ok(Served::Reused));
             });
@@ -37,7 +37,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
             for cpu in [CpuId::new(0), CpuId::new(1)] {
                 rig.mmu.as_cpu(cpu, |cx| rig.leave(cx, &parent));
             }
-            rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
+            rig.on(0, |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
         });
     }
 }
@@ -47,8 +47,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
 fn flushes_to_note<const DROPS: bool>(access: Access) -> u64 {
     let mut flushes = 0;
     as_first::<Metered<DROPS>, false>(16, 1, 3, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 4096), kind);
+        let space = rig.space(cx, span(AT, 4096), SMALL);
         rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");
         rig.vm.test_and_clear_young(cx, &space, span(AT, 4096), |_| ()).expect("in the space");
         let before = rig.vm.shootdown().counts();

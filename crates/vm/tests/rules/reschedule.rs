@@ -1,8 +1,8 @@
 //! Nothing that takes long goes on for long without letting others run, and what others do then is right.
 
 use crate::support::metered::{TABLE, most_between_reschedules};
-use crate::support::{AT, Cx, Handle, Rig, at_flush, bounds, no_faults, span, with_cpu, with_rig};
-use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use crate::support::{AT, Cx, Handle, Rig, SMALL, at_flush, bounds, no_faults, span, with_cpu, with_rig};
+use hugemm_base::{Cancel, Cpu, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::Nodes;
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_vm::{Access, AgeRun, Backing, Discard, Phase, Phases, Protection, Recency, VmError, VmaKind};
@@ -17,17 +17,12 @@ const PART: u64 = 16_384 + 5 * TABLE;
 fn forks_let_others_run() {
     for pinned in [false, true] {
         with_cpu(256, 1, 41, |rig, cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
             let pages = if pinned { 20_000 } else { 50_000 };
             let area = span(AT + 0x5000, pages << 12);
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+            let space = rig.space(cx, area, SMALL);
             rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
-            let mut pins = Vec::new();
-            if pinned {
-                let first = span(area.start().get(), 0x1000);
-                rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |run| pins.push(run)).expect("pinned");
-            }
+            let first = span(area.start().get(), 0x1000);
+            let pins = if pinned { rig.pin(cx, &space, first) } else { Vec::new() };
             let counters: *const _ = cx.platform().counters();
             let mut child = None;
             // SAFETY: the CPU's counters stay where they are.
@@ -37,9 +32,7 @@ fn forks_let_others_run() {
             // One by one, a page is looked at in the parent and made for the child besides.
             let bound = if pinned { 3 * PART } else { PART };
             assert!((bound / 2..bound).contains(&most), "{most} entries");
-            for pin in pins {
-                rig.vm.unpin(cx, &space, pin).expect("its own");
-            }
+            rig.unpin(cx, &space, pins);
             for space in child.into_iter().chain([space]) {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
@@ -52,7 +45,7 @@ fn forks_let_others_run() {
 fn other_rights_let_others_run() {
     with_cpu(256, 1, 45, |rig, cx| {
         let area = span(AT + 0x5000, 50_000 << 12);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, area, SMALL);
         rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
         let counters: *const _ = cx.platform().counters();
         let user = Protection::USER;
@@ -79,9 +72,8 @@ fn forks_of_many_areas_let_others_run() {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let object = rig.vm.create_shared(cx, AREAS, PageSize::Size4K, false).expect("an object");
         for page in 0..AREAS {
-            let kind = VmaKind::private(PageSize::Size4K);
             let area = span(AT + (page << 13), 0x1000);
-            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, page)).expect("an area");
+            rig.vm.map(cx, &space, area, SMALL, Backing::Shared(&object, page)).expect("an area");
         }
         let before = cx.platform().counters().snapshot();
         let child = rig.vm.fork(cx, &space).expect("forked");
@@ -106,8 +98,7 @@ fn many_areas_that_leave_let_others_run() {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         for mapped in [false, true] {
             for area in 0..AREAS {
-                let kind = VmaKind::private(PageSize::Size4K);
-                rig.vm.map(cx, &space, span(AT + (area << 12), 0x1000), kind, Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(AT + (area << 12), 0x1000), SMALL, Backing::Private).expect("an area");
             }
             if mapped {
                 rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
@@ -125,8 +116,7 @@ fn many_areas_that_leave_let_others_run() {
 /// Areas of a page each.
 fn map_each<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, areas: u64) {
     for page in 0..areas {
-        let kind = VmaKind::private(PageSize::Size4K);
-        rig.vm.map(cx, space, span(AT + (page << 12), 0x1000), kind, Backing::Private).expect("an area");
+        rig.vm.map(cx, space, span(AT + (page << 12), 0x1000), SMALL, Backing::Private).expect("an area");
     }
 }
 
@@ -188,7 +178,7 @@ fn with_each<'h>(
 fn pages_with_many_places_let_others_run() {
     with_cpu(64, 1, 45, |rig, cx| {
         let area = span(AT, PAGES << 12);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
+        let space = rig.space(cx, area, SMALL);
         rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
         // References beyond fifteen are counted in a frame.
         rig.keep(1);
@@ -246,26 +236,26 @@ impl Cancel for Finished {
 fn who_waits_serves_shootdowns() {
     with_rig(16, 3, 46, &no_faults(), |rig| {
         let finished = Finished { done: AtomicU64::new(0), began: Instant::now() };
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             rig.fill_pool(cx, 2);
             let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
             let (area, kind) = (span(AT, 4 << 20), VmaKind::private(PageSize::Size2M).pooled());
             let space = rig.vm.create(cx, bounds()).expect("a space");
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             let small = span(AT, 0x1000);
-            let loaded = rig.space(cx, small, VmaKind::private(PageSize::Size4K));
+            let loaded = rig.space(cx, small, SMALL);
             // CPU 1 waits as in the test below, while CPU 2 unmaps what it has loaded.
             let waits = |phase| {
                 if phase != Phase::Map {
                     return;
                 }
-                rig.mmu.as_cpu(CpuId::new(1), |cx| {
+                rig.on(1, |cx| {
                     rig.enter(cx, &loaded);
                     rig.store(cx, &loaded, AT, 1).expect("memory");
                     let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
                     std::thread::scope(|scope| {
                         let unmaps = scope.spawn(|| {
-                            rig.mmu.as_cpu(CpuId::new(2), |cx| rig.vm.unmap(cx, &loaded, small).expect("unmapped"));
+                            rig.on(2, |cx| rig.vm.unmap(cx, &loaded, small).expect("unmapped"));
                             finished.done.store(1, Ordering::Relaxed);
                         });
                         let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &finished);
@@ -300,15 +290,15 @@ impl Phases for Making {
 fn nothing_is_made_for_a_space_that_is_being_forked() {
     with_cpu(16, 2, 47, |rig, cx| {
         let area = span(AT, 0x4000);
-        let space = rig.space(cx, area, VmaKind::private(PageSize::Size4K));
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        let space = rig.space(cx, area, SMALL);
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("memory");
         });
         let made = Making(AtomicU64::new(0));
         // The fork's own, when all has been shared.
         let fill = || {
-            rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.on(1, |cx| {
                 let filled = rig.vm.prefault(&space, area, None).work_observed(cx, &After(AtomicU64::new(9)), &made);
                 assert_eq!(filled, Err(VmError::Cancelled));
             });
@@ -318,7 +308,7 @@ fn nothing_is_made_for_a_space_that_is_being_forked() {
         assert_eq!(made.0.load(Ordering::Relaxed), 0, "pages were made in vain");
         rig.vm.prefault(&space, area, None).work_observed(cx, &Never, &made).expect("memory");
         assert_ne!(made.0.load(Ordering::Relaxed), 0);
-        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
+        rig.on(1, |cx| rig.leave(cx, &space));
         for space in child.into_iter().chain([space]) {
             rig.vm.destroy(cx, space).expect("destroyed");
         }
@@ -339,13 +329,12 @@ impl Drop for Stop<'_> {
 #[test]
 fn a_fork_is_one_moment_for_each_thread() {
     with_rig(64, 3, 42, &no_faults(), |rig| {
-        let kind = VmaKind::private(PageSize::Size4K);
         // Four thousand parts.
         let bytes = 256 << 30;
         let (low, high) = (AT, AT + bytes - 0x1000);
         let (before, behind) = (AT - 0x10_0000, AT + 2 * bytes);
         let stop = AtomicU64::new(0);
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, bytes), kind));
+        let space = rig.on(0, |cx| rig.space(cx, span(AT, bytes), SMALL));
         std::thread::scope(|scope| {
             let (space, stop) = (&space, &stop);
             // Stores a number at a place, in a page of its own, and last high up.
@@ -368,7 +357,7 @@ fn a_fork_is_one_moment_for_each_thread() {
                     while stop.load(Ordering::Relaxed) == 0 {
                         let areas = [before, behind].map(|at| span(at, 0x2000));
                         for area in areas {
-                            rig.vm.map(cx, space, area, kind, Backing::Private).expect("an area");
+                            rig.vm.map(cx, space, area, SMALL, Backing::Private).expect("an area");
                         }
                         for area in areas {
                             rig.vm.fault(cx, space, area.start(), Access::Write).expect("memory");
@@ -397,7 +386,7 @@ fn a_fork_is_one_moment_for_each_thread() {
                 }
             });
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+        rig.on(0, |cx| rig.vm.destroy(cx, space).expect("destroyed"));
     });
 }
 
@@ -426,7 +415,7 @@ fn waiting_for_a_promised_page_lets_others_run() {
                 return;
             }
             // The first page is taken and not entered yet; the second is missing for now.
-            rig.mmu.as_cpu(CpuId::new(1), |cx| {
+            rig.on(1, |cx| {
                 let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
                 let before = cx.platform().counters().reschedules.get();
                 let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));
@@ -438,7 +427,6 @@ fn waiting_for_a_promised_page_lets_others_run() {
         };
         rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
         rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");
-        rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }

@@ -2,14 +2,13 @@
 //! cost; and what is refused. On both formats.
 
 use crate::support::{
-    AT, Metered, Model, Rig, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+    AT, Metered, Model, Rig, SMALL, as_first, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
 };
 use hugemm_base::{CpuId, Extent, Never, Order, PageSize, Pfn, VirtAddr, with};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{Aarch64, Flags, Leaf, PageFormat};
 use hugemm_vm::{Access, AddressSpace, Backing, FaultAccess, Protection, Served, Usage, VmError, VmaKind};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
 const WRITE: Protection = Protection::USER.with(Protection::WRITE);
 const EXEC: Protection = Protection::USER.with(Protection::EXEC);
@@ -39,13 +38,13 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         let part = span(at(from), (to - from) * size.bytes());
         let protect = |rights| {
             flushes(rig, || {
-                rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, part, rights).expect("whole pages"));
+                rig.on(0, |cx| rig.vm.protect(cx, &space, part, rights).expect("whole pages"));
             })
         };
         assert_eq!(protect(READ), 1, "one for all");
         assert_eq!(shape(&space), [(0, WRITE), (at(from) - AT, READ), (at(to) - AT, WRITE)]);
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 for page in 0..pages {
                     let expected = if (from..to).contains(&page) { denied(at(page)) } else { Ok(()) };
                     assert_eq!(rig.store(cx, &space, at(page), page + 1), expected, "page {page}");
@@ -62,7 +61,7 @@ fn taken_and_given<F: PageFormat>(size: PageSize) {
         assert_eq!(shape(&space), [(0, WRITE)], "joined again");
         let reused = space.counters().reused;
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 (0..pages).for_each(|page| assert_eq!(rig.store(cx, &space, at(page), 7), Ok(()), "page {page}"));
             });
         }
@@ -76,21 +75,21 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
     with_format::<F, false>(32, 2, 4, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 8);
         let all = span(AT, 0x8000);
-        let child = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let child = rig.on(0, |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
             rights.into_iter().for_each(|rights| rig.vm.protect(cx, &space, all, rights).expect("an area"));
             assert_eq!(rig.store(cx, &space, AT, 100), Ok(()));
             child
         });
         assert_eq!(space.counters().copied, 1, "the child has it too");
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        rig.on(1, |cx| {
             rig.leave(cx, &space);
             rig.enter(cx, &child);
             (0..8).for_each(|page| assert_eq!(rig.load(cx, &child, AT + page * 0x1000), Ok(page + 1)));
             rig.leave(cx, &child);
             rig.enter(cx, &space);
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.destroy(cx, child).expect("nobody uses it"));
+        rig.on(0, |cx| rig.vm.destroy(cx, child).expect("nobody uses it"));
         rig.end_for_both(space);
     });
 }
@@ -98,7 +97,7 @@ fn shared_by_fork<F: PageFormat>(rights: [Protection; 2]) {
 fn away<F: PageFormat>() {
     with_format::<F, true>(16, 2, 5, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             rig.page_out(cx, &space, AT);
             rig.page_out(cx, &space, AT + 0x1000);
             let there = with!(Usage::default(), present = 2, swapped = 2);
@@ -121,15 +120,15 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
     with_format::<F, true>(16, 2, seed, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
         let deferred = rig.deferred();
-        let (page, before) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (page, before) = rig.on(0, |cx| {
             let before = rig.leaf(cx, &space, AT);
             (rig.vm.unhook(cx, rig.hold(before.frame), &deferred).expect("nobody else has it"), before)
         });
         // The other CPU has the old translation, and nobody has flushed.
         stale = rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 5).is_ok();
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, span(AT, 0x1000), READ).expect("an area"));
+        rig.on(0, |cx| rig.vm.protect(cx, &space, span(AT, 0x1000), READ).expect("an area"));
         assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT), 6).is_err(), "no store goes on after that");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             page.put_back(cx);
             let after = rig.leaf(cx, &space, AT);
             assert_eq!(after, Leaf { flags: before.flags.without(Flags::WRITE), ..before });
@@ -144,10 +143,9 @@ fn moving<F: PageFormat>(seed: u64) -> bool {
 fn pinned<F: PageFormat>(forks: bool) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let first = span(AT, 0x1000);
-            let mut pins = Vec::new();
-            rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
+            let pins = rig.pin(cx, &space, first);
             rig.vm.protect(cx, &space, first, READ).expect("an area");
             let child = forks.then(|| rig.vm.fork(cx, &space).expect("memory"));
             rig.vm.protect(cx, &space, first, WRITE).expect("an area");
@@ -161,7 +159,7 @@ fn pinned<F: PageFormat>(forks: bool) {
                 rig.leave(cx, &child);
                 rig.vm.destroy(cx, child).expect("nobody uses it");
             }
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
         });
         assert_eq!(space.counters().copied, 0);
         rig.end_for_both(space);
@@ -174,20 +172,18 @@ fn a_pinned_page_stays_while_anothers_moves() {
     for moves in [false, true] {
         with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
             let space = rig.filled_for_both(PageSize::Size4K, 1);
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let (first, at) = (span(AT, 0x1000), VirtAddr::new(AT));
                 let child = rig.vm.fork(cx, &space).expect("memory");
                 // From here on each has its own.
-                let mut pins = Vec::new();
-                rig.vm.pin(cx, &space, first, Access::Write, None, &Never, |pin| pins.push(pin)).expect("memory");
+                let pins = rig.pin(cx, &space, first);
                 rig.vm.protect(cx, &space, first, READ).expect("an area");
                 rig.vm.protect(cx, &space, first, WRITE).expect("an area");
                 let pinned = rig.leaf(cx, &space, AT);
                 assert_eq!(pinned.frame, pins[0].extent().base());
                 assert!(!pinned.flags.contains(Flags::WRITE), "the next store asks whose it is");
                 let deferred = rig.deferred();
-                let others = rig.leaf(cx, &child, AT).frame;
-                let away = rig.vm.unhook(cx, rig.hold(others), &deferred).expect("nobody else has it");
+                let away = rig.unhook(cx, &child, AT, &deferred);
                 assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Meanwhile));
                 assert_eq!(rig.leaf(cx, &space, AT).frame, pinned.frame, "under its device");
                 if moves {
@@ -198,7 +194,7 @@ fn a_pinned_page_stays_while_anothers_moves() {
                 assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Reused));
                 assert_eq!(rig.leaf(cx, &space, AT).frame, pinned.frame, "under its device");
                 rig.vm.destroy(cx, child).expect("nobody uses it");
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+                rig.unpin(cx, &space, pins);
             });
             rig.end_for_both(space);
         });
@@ -211,12 +207,9 @@ fn a_pinned_page_stays_while_anothers_moves() {
 fn what_others_have_is_copied_beside_pins() {
     with_format::<Metered, true>(32, 2, 8, &no_faults(), |rig| {
         let space = rig.filled_for_both(PageSize::Size4K, 4);
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let child = rig.vm.fork(cx, &space).expect("memory");
-            let mut pins = Vec::new();
-            rig.vm
-                .pin(cx, &space, span(AT + 0x3000, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin))
-                .expect("memory");
+            let pins = rig.pin(cx, &space, span(AT + 0x3000, 0x1000));
             assert_eq!(rig.store(cx, &space, AT, 50), Ok(()));
             rig.enter(cx, &child);
             rig.leave(cx, &space);
@@ -224,7 +217,7 @@ fn what_others_have_is_copied_beside_pins() {
             rig.enter(cx, &space);
             rig.leave(cx, &child);
             rig.vm.destroy(cx, child).expect("nobody uses it");
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
         });
         rig.end_for_both(space);
     });
@@ -374,7 +367,7 @@ fn without_memory_for_a_cut_nothing_changes() {
 fn folded_groups_cost_one_flush_more() {
     with_format::<Aarch64, false>(32, 2, 13, &no_faults(), |rig| {
         let all = span(AT, 64 * 4096);
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let space = rig.on(0, |cx| {
             let space = rig.space(cx, all, SMALL);
             rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
             space
@@ -385,11 +378,11 @@ fn folded_groups_cost_one_flush_more() {
                 assert_eq!(rig.mmu.check(), Ok(()));
             }
         };
-        [0, 1].into_iter().for_each(|cpu| rig.mmu.as_cpu(CpuId::new(cpu), |cx| rig.enter(cx, &space)));
+        [0, 1].into_iter().for_each(|cpu| rig.on(cpu, |cx| rig.enter(cx, &space)));
         look();
         let protect = |range, rights| {
             let flushes = flushes(rig, || {
-                rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.protect(cx, &space, range, rights).expect("an area"));
+                rig.on(0, |cx| rig.vm.protect(cx, &space, range, rights).expect("an area"));
             });
             look();
             flushes
@@ -397,9 +390,7 @@ fn folded_groups_cost_one_flush_more() {
         assert_eq!((protect(all, READ), protect(all, WRITE)), (1, 1));
         assert_eq!(protect(all, EXEC), 2, "unfolded, then changed");
         assert_eq!(protect(all, WRITE), 1, "they are single now");
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
-            assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()), Ok(()))
-        });
+        rig.on(1, |cx| assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()), Ok(())));
         rig.end_for_both(space);
     });
 }

@@ -443,8 +443,7 @@ impl<'r, 'h, F: PageFormat, const AWAY: bool> World<'r, 'h, F, AWAY> {
         }
         let ((first, is), rig) = (self.one_of(&units), self.rig);
         let (area, deferred) = (self.spaces[of].area(first).expect("of an area"), rig.deferred());
-        let head = rig.leaf(cx, &self.spaces[of].handle, first << 12).frame;
-        let unhooked = rig.vm.unhook(cx, rig.hold(head), &deferred).expect("nobody else has it");
+        let unhooked = rig.unhook(cx, &self.spaces[of].handle, first << 12, &deferred);
         let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
         type Back<'d, 'h, F, const AWAY: bool> = (VmError, UnhookedPage<'d, 'h, Model<'h, F, AWAY>>);
         let evict = |cx: &Cx<'_, 'h>, block: Frozen| Ok((store(cx, &block, 0), Some(block)));

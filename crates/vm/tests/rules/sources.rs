@@ -2,14 +2,14 @@
 //! and sources that fail. On both formats.
 
 use crate::support::{
-    AT, Cx, Handle, Metered, Model, Rig, as_first, bounds, called_back, on_both_formats, span, with_format,
+    AT, Cx, Metered, Model, Rig, SMALL, Shown, as_first, bounds, called_back, on_both_formats, span, with_format,
 };
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{CpuId, Never, PageSize, PhysMap, VirtAddr};
 use hugemm_frames::Frozen;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{
-    Access, AddressSpace, Backing, Discard, FaultAccess, Owner, PageSource, Pinned, Protection, SharedRef, SourceError,
+    Access, AddressSpace, Backing, Discard, FaultAccess, Owner, PageSource, Pinned, Protection, SourceError,
     StoredPages, UnhookedPage, VmError, VmaKind,
 };
 use std::cell::Cell;
@@ -17,7 +17,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: Protection = Protection::USER;
 const THERE: u64 = 0x70_0000_0000;
 
@@ -147,13 +146,11 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
 }
 
 /// An object over a file, and a space that shows all of it at [`AT`].
-pub(crate) type Shown<'v, 'h, F> = (SharedRef<'v, Model<'h, F, true>>, Handle<'v, 'h, F, true>);
-
 pub(crate) fn show<'v, 'h, F: PageFormat>(
     rig: &'v Rig<'h, F, true>,
     cx: &mut Cx<'_, 'h>,
     file: &'static File,
-) -> Shown<'v, 'h, F> {
+) -> Shown<'v, 'h, F, true> {
     let object = rig.vm.open_source(cx, file).expect("memory");
     let space = rig.vm.create(cx, bounds()).expect("memory");
     let area = span(AT, object.pages() << 12);
@@ -167,23 +164,26 @@ pub(crate) fn enter<'v, 'h, F: PageFormat>(
     rig: &'v Rig<'h, F, true>,
     cx: &mut Cx<'_, 'h>,
     file: &'static File,
-) -> Shown<'v, 'h, F> {
+) -> Shown<'v, 'h, F, true> {
     let shown = show(rig, cx, file);
     rig.enter(cx, &shown.1);
     shown
 }
 
-pub(crate) fn end<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>, (object, space): Shown<'_, 'h, F>) {
+pub(crate) fn end<'h, F: PageFormat>(
+    rig: &Rig<'h, F, true>,
+    cx: &mut Cx<'_, 'h>,
+    (object, space): Shown<'_, 'h, F, true>,
+) {
     rig.end(cx, space);
     rig.vm.close(cx, object).expect("its own");
 }
 
 /// The same, where it is CPU 1 that uses the space.
-pub(crate) fn end_of_other<'h, F: PageFormat>(rig: &Rig<'h, F, true>, (object, space): Shown<'_, 'h, F>) {
-    rig.mmu.as_cpu(CpuId::new(1), |cx| rig.leave(cx, &space));
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
+pub(crate) fn end_of_other<'h, F: PageFormat>(rig: &Rig<'h, F, true>, (object, space): Shown<'_, 'h, F, true>) {
+    rig.on(1, |cx| rig.leave(cx, &space));
+    rig.on(0, |cx| {
+        rig.end_shown(cx, (object, space));
     });
 }
 
@@ -194,8 +194,8 @@ pub(crate) fn drops<'h, F: PageFormat>(
     space: &AddressSpace<Model<'h, F, true>>,
     at: u64,
 ) -> Result<u64, VmError> {
-    let (leaf, deferred) = (rig.leaf(cx, space, at), rig.deferred());
-    let unhooked = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+    let deferred = rig.deferred();
+    let unhooked = rig.unhook(cx, space, at, &deferred);
     drop_unhooked(cx, unhooked)
 }
 
@@ -239,14 +239,14 @@ fn read<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
 
 fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(32 << 12);
-    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| show(rig, cx, file));
+    let (object, space) = rig.on(0, |cx| show(rig, cx, file));
     for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+        rig.on(cpu, |cx| {
             rig.enter(cx, &space);
             [3, 4, 20].into_iter().for_each(|page| rig.store(cx, &space, AT + (page << 12), page).expect("memory"));
         });
     }
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         assert_eq!(file.word(3 << 12), 3 << 12, "not yet");
         let before = rig.flushes();
         assert_eq!(rig.vm.sync(cx, &object, 0, 16), Ok(2), "of these");
@@ -270,7 +270,7 @@ fn stored<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(rig.store(cx, &space, AT + 8, 1), Ok(()));
     });
     rig.end_for_both(space);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         assert_eq!(file.word(8), 8);
         rig.vm.close(cx, object).expect("its own");
         assert_eq!(file.word(8), 1);
@@ -309,20 +309,20 @@ fn dropped<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
 
 fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(64 << 12);
-    let (object, space) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    let (object, space) = rig.on(0, |cx| {
         let (object, space) = show(rig, cx, file);
         rig.vm.map(cx, &space, span(THERE, 8 << 12), SMALL, Backing::Shared(&object, 36)).expect("an area");
         (object, space)
     });
     let at = |page: u64| AT + (page << 12);
     for cpu in [0, 1] {
-        rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+        rig.on(cpu, |cx| {
             rig.enter(cx, &space);
             (30..50).for_each(|page| rig.store(cx, &space, at(page), page).expect("memory"));
             assert_eq!(rig.load(cx, &space, THERE + (5 << 12)), Ok(41));
         });
     }
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let used = rig.used(cx);
         file.bytes().truncate((40 << 12) + 16);
         let flushes = rig.flushes();
@@ -334,13 +334,13 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
         for at in [at(41), at(49), THERE + (5 << 12)] {
             assert!(rig.mmu.load(CpuId::new(cpu), VirtAddr::new(at)).is_err(), "cpu{cpu} at {at:#x}");
             let beyond = VmError::OutOfBounds { at: VirtAddr::new(at) };
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 assert_eq!(rig.load(cx, &space, at), Err(beyond));
                 assert_eq!(rig.store(cx, &space, at, 1), Err(beyond));
             });
         }
     }
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         assert_eq!((rig.load(cx, &space, at(40)), rig.load(cx, &space, at(40) + 8)), (Ok(40), Ok((40 << 12) + 8)));
         assert_eq!(rig.load(cx, &space, at(40) + 16), Ok(0), "the rest of the last page");
         assert_eq!(rig.vm.sync(cx, &object, 0, 99), Ok(11), "what is left of what was stored");
@@ -361,13 +361,13 @@ fn shorter<F: PageFormat>(rig: &Rig<'_, F, true>) {
         assert_eq!(object.pages(), 64);
     });
     rig.end_for_both(space);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| rig.vm.close(cx, object).expect("its own"));
+    rig.on(0, |cx| rig.vm.close(cx, object).expect("its own"));
 }
 
 /// A page that reclaim finds nowhere in a space that owes a flush may be what that flush is of.
 fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
     let file = File::new(4 << 12);
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let (object, space) = enter(rig, cx, file);
         let at = |page: u64| AT + (page << 12);
         assert_eq!((rig.load(cx, &space, at(0)), rig.load(cx, &space, at(3))), (Ok(0), Ok(3 << 12)));
@@ -389,7 +389,7 @@ fn owed<F: PageFormat>(rig: &Rig<'_, F, true>) {
 
 fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
     for way in ["sync", "reclaim", "close"] {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        rig.on(0, |cx| {
             let (file, other) = (File::new(4 << 12), File::new(4 << 12));
             let (object, space) = enter(rig, cx, file);
             let unwritten = rig.vm.open_source(cx, other).expect("memory");
@@ -416,7 +416,7 @@ fn beside<F: PageFormat>(rig: &Rig<'_, F, true>) {
 
 /// Who waits for a page on its way lets reclaim write other files back.
 fn waiting<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let (file, other) = (File::new(4 << 12), File::new(4 << 12));
         let (object, space) = show(rig, cx, file);
         let unwritten = rig.vm.open_source(cx, other).expect("memory");
@@ -425,10 +425,10 @@ fn waiting<F: PageFormat>(rig: &Rig<'_, F, true>) {
             rig.vm.write(cx, &space, VirtAddr::new(at + 8), &7_u64.to_le_bytes()).expect("an area");
         }
         let owner = rig.vm.owner(rig.leaf(cx, &space, THERE).frame).expect("the object");
-        let (leaf, deferred) = (rig.leaf(cx, &space, AT + 0x1000), rig.deferred());
-        let away = rig.vm.unhook(cx, rig.hold(leaf.frame), &deferred).expect("nobody else has it");
+        let deferred = rig.deferred();
+        let away = rig.unhook(cx, &space, AT + 0x1000, &deferred);
         std::thread::scope(|scope| {
-            let sync = scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.sync(cx, &object, 0, 4)));
+            let sync = scope.spawn(|| rig.on(1, |cx| rig.vm.sync(cx, &object, 0, 4)));
             while file.word(8) != 7 {
                 std::thread::yield_now();
             }
@@ -448,7 +448,7 @@ fn waiting<F: PageFormat>(rig: &Rig<'_, F, true>) {
 }
 
 fn unpinned<'h, F: PageFormat>(rig: &Rig<'h, F, true>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let file = File::new(4 << 12);
         let (object, space) = enter(rig, cx, file);
         let at = AT + 0x1000;
@@ -597,7 +597,7 @@ fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
 fn every_allocation_can_fail() {
     let runs = hugemm_base::inject::every_fault(|plan: &FaultPlan| {
         with_format::<Metered, true>(8, 1, 21, plan, |rig| {
-            rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.on(0, |cx| {
                 let file = File::new(20 << 12);
                 let Ok(space) = rig.vm.create(cx, bounds()) else { return };
                 if let Ok(object) = rig.vm.open_source(cx, file) {
@@ -615,8 +615,7 @@ fn every_allocation_can_fail() {
                     assert!(synced.is_err() || file.word(2 << 12) == if stored { 7 } else { 2 << 12 });
                     rig.vm.truncate(cx, &object, 20 << 12).expect("takes no memory");
                     rig.leave(cx, &space);
-                    rig.vm.destroy(cx, space).expect("destroyed");
-                    rig.vm.close(cx, object).expect("its own");
+                    rig.end_shown(cx, (object, space));
                     assert_eq!(file.word(2 << 12), if stored { 7 } else { 2 << 12 });
                 } else {
                     rig.vm.destroy(cx, space).expect("destroyed");

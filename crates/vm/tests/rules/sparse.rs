@@ -1,13 +1,11 @@
 //! What a range has decides what it costs, not how many addresses it is: of TiB that nobody has touched no page is looked at.
 
-use crate::support::{AT, as_first, bounds, lock_rounds, span};
-use hugemm_base::{Never, PageSize, VirtAddr};
+use crate::support::{AT, SMALL, as_first, bounds, lock_rounds, span};
+use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::{Lookup, X86_64};
-use hugemm_vm::{Access, Advice, Backing, PageSource, Setup, SourceError, StoredPages, VmaKind};
+use hugemm_vm::{Advice, Backing, PageSource, Setup, SourceError, StoredPages};
 
 const TIB: u64 = 1 << 40;
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
-
 /// What a GiB that has nothing may cost, and what has been done besides.
 const ROUNDS: u64 = 4 * 1024 + 100;
 
@@ -30,9 +28,7 @@ fn areas_cost_what_they_have() {
             TOUCHED.into_iter().for_each(|at| rig.store(cx, &space, at, at).expect("memory"));
         };
         store(cx);
-        let mut pins = Vec::new();
-        let pinned = rig.vm.pin(cx, &space, span(AT, 0x1000), Access::Write, None, &Never, |pin| pins.push(pin));
-        assert_eq!(pinned, Ok(1));
+        let pins = rig.pin(cx, &space, span(AT, 0x1000));
         let mut child = None;
         let forked = rounds(|| child = rig.vm.fork(cx, &space).ok());
         let child = child.expect("memory");
@@ -42,7 +38,7 @@ fn areas_cost_what_they_have() {
             assert_eq!(u64::from_le_bytes(word), at.get());
         }
         rig.vm.destroy(cx, child).expect("idle");
-        pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+        rig.unpin(cx, &space, pins);
         store(cx);
         rig.vm.pager().unused_pages();
         let cooled = rounds(|| rig.vm.advise(cx, &space, all, Advice::Cold).expect("an area"));
@@ -81,8 +77,7 @@ fn objects_cost_what_they_have() {
         let brought = rounds(|| rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("an area"));
         assert_eq!(rig.vm.pager().used(), 0, "all are back");
         assert!(brought < ROUNDS, "{brought}");
-        rig.vm.destroy(cx, space).expect("idle");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }
 

@@ -1,12 +1,12 @@
 //! A hypervisor's second stage that follows an address space, over a page table of its own: the example of a notifier, and
 //! the proof that no store of a guest goes to a page that the space no longer has.
 
-use crate::support::{AT, Cpus, Cx, Follower, Handle, Rig, bounds, span, with_cpu};
+use crate::support::{AT, Cpus, Cx, Follower, Handle, Rig, SMALL, bounds, span, with_cpu};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, X86_64};
-use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
+use hugemm_vm::{Access, Following, Notifier, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -237,8 +237,7 @@ impl<'h> Notifier<Cpus<'h>> for Failing {
 #[test]
 fn a_change_that_unwinds_is_over() {
     with_cpu(16, 1, 34, |rig, cx| {
-        let space = rig.vm.create(cx, bounds()).expect("a space");
-        rig.vm.map(cx, &space, span(AT, 0x8000), VmaKind::private(PageSize::Size4K), Backing::Private).expect("one");
+        let space = rig.space(cx, span(AT, 0x8000), SMALL);
         let told = [0, 1].map(|_| Arc::new(Told::default()));
         let mut followers = Vec::new();
         for who in [Follower(told[0].clone()), Follower(Arc::new(Failing)), Follower(told[1].clone())] {
@@ -276,9 +275,8 @@ fn an_end_that_unwinds_is_the_end() {
     const NAME: &str = "HUGEMM_TEST_END_UNWINDS";
     if std::env::var(NAME).is_ok() {
         with_cpu(16, 1, 35, |rig, cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let (all, kind) = (span(AT, 0x8000), VmaKind::private(PageSize::Size4K));
-            rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
+            let (all, kind) = (span(AT, 0x8000), SMALL);
+            let space = rig.space(cx, all, kind);
             let _follower = rig.vm.follow(cx, &space, Follower(Arc::new(FailingLate))).expect("memory");
             let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
             let _ = std::panic::catch_unwind(unmap);
@@ -297,8 +295,7 @@ fn an_end_that_unwinds_is_the_end() {
 #[test]
 fn followers_are_told_of_every_change() {
     with_cpu(16, 1, 33, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 0x8000), kind);
+        let space = rig.space(cx, span(AT, 0x8000), SMALL);
         rig.enter(cx, &space);
         rig.store(cx, &space, AT, 1).expect("memory");
         let told = [0, 1].map(|_| Arc::new(Told::default()));

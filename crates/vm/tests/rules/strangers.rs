@@ -1,8 +1,8 @@
 //! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
 //! pinned pages does not end.
 
-use crate::support::{AT, Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_cpu, with_rig};
-use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr, with};
+use crate::support::{AT, Follower, Model, PoolMemory, SMALL, bounds, map, no_faults, parts, span, with_cpu, with_rig};
+use hugemm_base::{Dirty, Never, NodeId, Order, PageSize, VirtAddr, with};
 use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
@@ -15,15 +15,12 @@ fn another_managers_things_are_refused() {
     with_rig(16, 1, 51, &no_faults(), |rig| {
         // SAFETY: as the rig's.
         let other: Vm<'_, Model<'_>> = unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown())) }.expect("small");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
+        rig.on(0, |cx| {
+            let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), SMALL);
             let space = rig.space(cx, area, kind);
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
-            let mut pins = Vec::new();
-            rig.vm
-                .pin(cx, &space, span(AT, 0x1000), Access::Write, None, &Never, |run| pins.push(run))
-                .expect("pinned");
+            let mut pins = rig.pin(cx, &space, span(AT, 0x1000));
             let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
             let own = other.create(cx, bounds()).expect("a space");
 
@@ -68,13 +65,11 @@ fn another_managers_things_are_refused() {
 #[test]
 fn another_spaces_pins_are_refused() {
     with_cpu(16, 1, 52, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
         let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
         for space in [&first, &second] {
-            rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
+            rig.vm.map(cx, space, span(AT, 0x4000), SMALL, Backing::Private).expect("an area");
         }
-        let mut pins = Vec::new();
-        rig.vm.pin(cx, &first, span(AT, 0x1000), Access::Write, None, &Never, |run| pins.push(run)).expect("pinned");
+        let mut pins = rig.pin(cx, &first, span(AT, 0x1000));
         let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
         assert_eq!(error, VmError::Foreign);
         let copied = second.counters().copied;
@@ -97,10 +92,7 @@ fn a_space_with_pins_does_not_end() {
             let space = rig.space(cx, area, VmaKind::private(page));
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
-            let mut pins = Vec::new();
-            rig.vm
-                .pin(cx, &space, span(AT, page.bytes()), Access::Write, None, &Never, |run| pins.push(run))
-                .expect("pinned");
+            let mut pins = rig.pin(cx, &space, span(AT, page.bytes()));
             rig.leave(cx, &space);
             let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
             assert_eq!(error, VmError::InUse);
@@ -122,8 +114,7 @@ fn a_space_with_pins_does_not_end() {
 #[test]
 fn a_followed_space_does_not_end() {
     with_cpu(16, 1, 54, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 0x1000), kind);
+        let space = rig.space(cx, span(AT, 0x1000), SMALL);
         rig.enter(cx, &space);
         rig.store(cx, &space, AT, 7).expect("a page");
         let follower = rig.vm.follow(cx, &space, Follower(std::sync::Arc::new(()))).expect("memory");

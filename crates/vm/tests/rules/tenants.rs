@@ -1,9 +1,9 @@
 //! What belongs to one space is out of reach for the others, whatever safe code asks for.
 
-use crate::support::{AT, bounds, span, with_cpu};
-use hugemm_base::{PageSize, VirtAddr};
+use crate::support::{AT, SMALL, bounds, span, with_cpu};
+use hugemm_base::VirtAddr;
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Protection, VmaKind};
+use hugemm_vm::{Backing, Protection};
 
 const SECRET: u64 = 0x5ec2e7;
 
@@ -22,7 +22,7 @@ fn protections() -> impl Iterator<Item = Protection> {
 fn no_translation_outlives_its_space() {
     with_cpu(16, 1, 31, |rig, cx| {
         for protection in protections() {
-            let kind = VmaKind::private(PageSize::Size4K).allowing(protection);
+            let kind = SMALL.allowing(protection);
             let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
             for space in [&first, &second] {
                 rig.vm.map(cx, space, span(AT, 0x1000), kind, Backing::Private).expect("an area");

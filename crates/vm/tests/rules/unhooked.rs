@@ -1,17 +1,18 @@
 //! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
 
-use crate::support::{AT, Cx, Handle, Metered, Model, Rig, as_first, at_leaf, bounds, no_faults, span, with_format};
-use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use crate::support::{
+    AT, Cx, Handle, Metered, Model, Rig, SMALL, as_first, at_leaf, bounds, no_faults, span, with_format,
+};
+use hugemm_base::{Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
-use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, Usage, VmError, VmaKind};
+use hugemm_paging::{Flags, Leaf, Lookup};
+use hugemm_vm::{Access, Backing, Protection, Served, UnhookedPage, Usage, VmError, VmaKind};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
 pub(super) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 pub(super) type Away<'h> = Rig<'h, Metered, true>;
-type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
 type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, 'h, Model<'h, Metered, AWAY>>;
 
 pub(super) fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
@@ -25,9 +26,7 @@ pub(super) fn filled<'v, 'h, const AWAY: bool>(
     size: PageSize,
     pages: u64,
 ) -> Handle<'v, 'h, Metered, AWAY> {
-    let space = rig.vm.create(cx, bounds()).expect("a space");
-    let area = span(AT, pages * size.bytes());
-    rig.vm.map(cx, &space, area, VmaKind::private(size), Backing::Private).expect("an area");
+    let space = rig.space(cx, span(AT, pages * size.bytes()), VmaKind::private(size));
     rig.enter(cx, &space);
     (0..pages).for_each(|page| rig.store(cx, &space, AT + page * size.bytes(), page + 1).expect("memory"));
     space
@@ -40,19 +39,6 @@ fn hold_mapped<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, frame: Pfn) -> Option<Fo
 
 pub(super) fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
     let _ = rig.vm.frames().put(cx, folio);
-}
-
-pub(super) fn unhook<'d, 'h, const AWAY: bool>(
-    rig: &'d Rig<'h, Metered, AWAY>,
-    cx: &mut Cx<'_, 'h>,
-    space: &Process<'h, AWAY>,
-    at: u64,
-    deferred: &'d DeferredUnmap,
-) -> Page<'d, 'h, AWAY> {
-    let leaf = rig.leaf(cx, space, at);
-    let page = rig.vm.unhook(cx, rig.hold(leaf.frame), deferred).expect("nobody else has it");
-    assert_eq!(page.head(), leaf.frame);
-    page
 }
 
 /// Stores a page until there have been so many.
@@ -100,13 +86,13 @@ fn a_leaf_comes_back_as_it_was() {
                 let before = rig.leaf(cx, &space, at(index));
                 assert_eq!(before.flags & Flags::HARDWARE, bits);
                 assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
-                let page = unhook(rig, cx, &space, at(index), &deferred);
+                let page = rig.unhook(cx, &space, at(index), &deferred);
                 assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(at(index))), Lookup::Owner(_)));
                 page.put_back(cx);
                 assert_eq!(rig.leaf(cx, &space, at(index)), before);
                 // Also when there is no room for it, or for the last of it.
                 for room in [0, size.pages() - 1] {
-                    let page = unhook(rig, cx, &space, at(index), &deferred);
+                    let page = rig.unhook(cx, &space, at(index), &deferred);
                     let (error, page) = page_out(rig, cx, page, room).expect_err("no room");
                     assert_eq!(error, VmError::NoMemory);
                     assert_eq!(rig.vm.pager().used(), 0, "what was stored of it is given up");
@@ -114,7 +100,7 @@ fn a_leaf_comes_back_as_it_was() {
                     assert_eq!(rig.leaf(cx, &space, at(index)), before);
                 }
                 if size == PageSize::Size4K {
-                    let page = unhook(rig, cx, &space, at(index), &deferred);
+                    let page = rig.unhook(cx, &space, at(index), &deferred);
                     assert!(page.move_elsewhere(cx));
                     let moved = rig.leaf(cx, &space, at(index));
                     assert_ne!(moved.frame, before.frame);
@@ -144,14 +130,11 @@ fn a_page_that_comes_back_meanwhile_is_counted() {
             let space = filled(rig, cx, size, 3);
             rig.leave(cx, &space);
             let deferred = rig.deferred();
-            let away = Cell::new(Some(unhook(rig, cx, &space, AT, &deferred)));
-            let back =
-                || {
-                    let page = away.take().expect("once");
-                    rig.mmu.as_cpu(CpuId::new(1), |cx| {
-                        if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) }
-                    });
-                };
+            let away = Cell::new(Some(rig.unhook(cx, &space, AT, &deferred)));
+            let back = || {
+                let page = away.take().expect("once");
+                rig.on(1, |cx| if moves { assert!(page.move_elsewhere(cx)) } else { page.put_back(cx) });
+            };
             let whole = span(AT, 3 * size.bytes());
             let mut usage = Usage::default();
             at_leaf(&back, || usage = rig.vm.usage(cx, &space, whole).expect("in the space"));
@@ -174,7 +157,7 @@ fn a_page_comes_back_where_it_is_still_wanted() {
                 let spaces = [&children[0], &children[1], &parent];
                 for gone in 0..=3 {
                     let still = &spaces[gone.min(2)..];
-                    let page = unhook(rig, cx, still[0], AT, &deferred);
+                    let page = rig.unhook(cx, still[0], AT, &deferred);
                     let old = page.head();
                     for space in still {
                         assert!(matches!(rig.vm.lookup(cx, space, VirtAddr::new(AT)), Lookup::Owner(_)));
@@ -223,7 +206,7 @@ fn a_page_that_somebody_holds_stays() {
             for (at, moves) in [AT, AT << 1].into_iter().flat_map(|at| [(at, false), (at, size == PageSize::Size4K)]) {
                 let before = rig.leaf(cx, &space, at);
                 let late = {
-                    let page = unhook(rig, cx, &space, at, &deferred);
+                    let page = rig.unhook(cx, &space, at, &deferred);
                     let late = rig.hold(before.frame);
                     if moves {
                         assert!(!page.move_elsewhere(cx), "somebody came late");
@@ -243,7 +226,7 @@ fn a_page_that_somebody_holds_stays() {
                 let_go(rig, cx, late);
                 rig.store(cx, &space, at, 9).expect("it is there");
                 assert_eq!(rig.leaf(cx, &space, at).frame, before.frame);
-                let page = unhook(rig, cx, &space, at, &deferred);
+                let page = rig.unhook(cx, &space, at, &deferred);
                 page.put_back(cx);
                 assert_eq!(rig.load(cx, &space, at), Ok(9));
             }
@@ -279,7 +262,7 @@ fn a_shared_page_goes_away_once() {
             }
             let second = AT + size.bytes();
             let deferred = rig.deferred();
-            let page = unhook(rig, cx, &spaces[0], second, &deferred);
+            let page = rig.unhook(cx, &spaces[0], second, &deferred);
             for space in &spaces {
                 assert_eq!(rig.vm.lookup(cx, space, VirtAddr::new(second)), Lookup::Absent);
             }
@@ -321,7 +304,7 @@ fn a_large_page_stays_where_it_is() {
         rig.store(cx, &space, last, 7).expect("it is there");
         let (before, used) = (rig.leaf(cx, &space, AT), rig.used(cx));
         let deferred = rig.deferred();
-        let page = unhook(rig, cx, &space, AT, &deferred);
+        let page = rig.unhook(cx, &space, AT, &deferred);
         assert!(!page.move_elsewhere(cx));
         assert_eq!((rig.leaf(cx, &space, AT), rig.used(cx)), (before, used));
         assert_eq!((rig.load(cx, &space, AT), rig.load(cx, &space, last)), (Ok(1), Ok(7)));
@@ -366,7 +349,7 @@ fn only_mapped_pages_are_held_for_moving() {
         assert_eq!(hold_mapped(rig, cx, Pfn::new(1 << 40)).map(|held| held.pfn()), None);
         // A shared object's, as long as the object has it.
         let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
-        let small = VmaKind::private(PageSize::Size4K);
+        let small = SMALL;
         rig.vm.map(cx, &space, span(4 * AT, 0x4000), small, Backing::Shared(&object, 0)).expect("an area");
         rig.store(cx, &space, 4 * AT + 0x2000, 1).expect("memory");
         let shared = rig.leaf(cx, &space, 4 * AT + 0x2000).frame;
@@ -400,7 +383,7 @@ fn a_page_that_cannot_move_stays() {
         while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
             taken.push(block);
         }
-        let page = unhook(rig, cx, &space, AT, &deferred);
+        let page = rig.unhook(cx, &space, AT, &deferred);
         let asked = || rig.vm.pager().asked.load(Ordering::Relaxed);
         let before_that = asked();
         assert!(!page.move_elsewhere(cx), "there is no frame");
@@ -408,7 +391,7 @@ fn a_page_that_cannot_move_stays() {
         assert_eq!(asked(), before_that, "somebody was asked for relief");
         assert_eq!(rig.leaf(cx, &space, AT), before);
         taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
-        let page = unhook(rig, cx, &space, AT, &deferred);
+        let page = rig.unhook(cx, &space, AT, &deferred);
         let _ = rig.vm.frames().hwpoison(cx, before.frame);
         assert!(!page.move_elsewhere(cx), "its content has gone bad");
         assert_eq!(rig.leaf(cx, &space, AT), before);
@@ -430,7 +413,7 @@ fn lost_pages_are_counted() {
         let space = filled(rig, cx, PageSize::Size4K, 2);
         let deferred = rig.deferred();
         for lost in 1..=2 {
-            drop(unhook(rig, cx, &space, AT + ((lost - 1) << 12), &deferred));
+            drop(rig.unhook(cx, &space, AT + ((lost - 1) << 12), &deferred));
             assert_eq!(rig.vm.pages_lost(), lost);
             // Nobody waits for it in a fault.
             let again = rig.vm.fault(cx, &space, VirtAddr::new(AT + ((lost - 1) << 12)), Access::Read);

@@ -1,8 +1,8 @@
 //! Unhooked pages of processes that forked: all have them again, each for itself.
 
-use super::unhooked::{SIZES, filled, let_go, page_out, unhook};
+use super::unhooked::{SIZES, filled, let_go, page_out};
 use crate::support::{AT, Metered, as_first, no_faults, span, with_format};
-use hugemm_base::{CpuId, PageSize};
+use hugemm_base::PageSize;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Pages that are away are shared by a fork as those in memory are: each process gets its own when it touches it, and what is
@@ -14,17 +14,10 @@ fn pages_that_are_away_are_inherited() {
             as_first::<Metered, true>(64, 2, 95, |rig, cx| {
                 let parent = filled(rig, cx, size, 2);
                 let deferred = rig.deferred();
-                let page = unhook(rig, cx, &parent, AT, &deferred);
+                let page = rig.unhook(cx, &parent, AT, &deferred);
                 assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
-                let mut pins = Vec::new();
-                if pinned {
-                    let second = span(AT + size.bytes(), size.bytes());
-                    rig.vm
-                        .pin(cx, &parent, second, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| {
-                            pins.push(pin)
-                        })
-                        .expect("there");
-                }
+                let second = span(AT + size.bytes(), size.bytes());
+                let pins = if pinned { rig.pin(cx, &parent, second) } else { Vec::new() };
                 rig.leave(cx, &parent);
                 let mut spaces: Vec<_> = (0..children).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
                 assert_eq!(rig.vm.pager().used() as u64, size.pages(), "one copy for all of them");
@@ -41,9 +34,7 @@ fn pages_that_are_away_are_inherited() {
                     rig.leave(cx, space);
                 }
                 let parent = spaces.pop().expect("the parent");
-                for pin in pins {
-                    rig.vm.unpin(cx, &parent, pin).expect("its own");
-                }
+                rig.unpin(cx, &parent, pins);
                 for space in spaces.into_iter().chain([parent]) {
                     rig.vm.destroy(cx, space).expect("destroyed");
                 }
@@ -67,7 +58,7 @@ fn pages_of_many_processes_go_away() {
             rig.vm.widen(cx, head).expect("memory");
             let used = rig.used(cx);
             let deferred = rig.deferred();
-            let page = unhook(rig, cx, &spaces[0], AT, &deferred);
+            let page = rig.unhook(cx, &spaces[0], AT, &deferred);
             assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
             assert_eq!(rig.vm.pager().used() as u64, size.pages());
             let slots = u64::from(size == PageSize::Size2M);
@@ -101,15 +92,10 @@ fn a_fork_waits_for_a_page_that_is_moving() {
 fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
     with_format::<Metered, AWAY>(48, 2, 97, &no_faults(), |rig| {
         let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (space, pins) = rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let (space, pins) = rig.on(0, |cx| {
             let space = filled(rig, cx, size, 3);
-            let mut pins = Vec::new();
-            if pinned {
-                let last = span(AT + 2 * size.bytes(), size.bytes());
-                rig.vm
-                    .pin(cx, &space, last, hugemm_vm::Access::Write, None, &hugemm_base::Never, |pin| pins.push(pin))
-                    .expect("there");
-            }
+            let last = span(AT + 2 * size.bytes(), size.bytes());
+            let pins = if pinned { rig.pin(cx, &space, last) } else { Vec::new() };
             (space, pins)
         });
         std::thread::scope(|scope| {
@@ -117,7 +103,7 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
             scope.spawn(move || {
                 rig.beside_others(0, |cx| {
                     let deferred = rig.deferred();
-                    let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
+                    let page = rig.unhook(cx, space, AT + size.bytes(), &deferred);
                     away.store(true, Ordering::SeqCst);
                     while !forks.load(Ordering::SeqCst) {
                         rig.vm.shootdown().handle_ipi(cx);
@@ -150,8 +136,8 @@ fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
                 });
             });
         });
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+        rig.on(0, |cx| {
+            rig.unpin(cx, &space, pins);
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
         });

@@ -2,7 +2,7 @@
 
 #![allow(clippy::single_range_in_vec_init, reason = "runs of pages are what is compared")]
 
-use crate::support::{AT, Cx, Follower, Metered, Model, Rig, as_first, bounds, span};
+use crate::support::{AT, Cx, Follower, Metered, Model, Rig, SMALL, as_first, bounds, span};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
@@ -49,9 +49,8 @@ fn frame<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, at: u64) 
 #[test]
 fn what_was_used_is_shown_once() {
     as_first::<Metered, true>(16, 1, 81, |rig, cx| {
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 300 << 12), kind);
-        rig.vm.map(cx, &space, span(AT + (400 << 12), 100 << 12), kind, Backing::Private).expect("another");
+        let space = rig.space(cx, span(AT, 300 << 12), SMALL);
+        rig.vm.map(cx, &space, span(AT + (400 << 12), 100 << 12), SMALL, Backing::Private).expect("another");
         let used = [0, 1, 2, 60, 62, 63, 64, 65, 126, 127, 128, 200, 299, 400, 401, 499];
         use_pages(rig, cx, &space, PageSize::Size4K, &used);
         let all = 0..1000;
@@ -62,7 +61,7 @@ fn what_was_used_is_shown_once() {
         assert_eq!(look(rig, cx, &space, all.clone()), [], "their bits are taken");
         // CPUs may keep what they have used: they are made to look again.
         rig.vm.unmap(cx, &space, span(AT, 300 << 12)).expect("unmapped");
-        rig.vm.map(cx, &space, span(AT, 300 << 12), kind, Backing::Private).expect("an area");
+        rig.vm.map(cx, &space, span(AT, 300 << 12), SMALL, Backing::Private).expect("an area");
         use_pages(rig, cx, &space, PageSize::Size4K, &(10..150).collect::<Vec<_>>());
         assert_eq!(look(rig, cx, &space, 20..100), [20..100]);
         assert_eq!(look(rig, cx, &space, 0..21), [10..20]);
@@ -144,8 +143,7 @@ fn followers_use_pages_too() {
 fn whoever_takes_pages_away_is_told() {
     as_first::<Metered, true>(32, 1, 84, |rig, cx| {
         rig.fill_pool(cx, 1);
-        let kind = VmaKind::private(PageSize::Size4K);
-        let space = rig.space(cx, span(AT, 200 << 12), kind);
+        let space = rig.space(cx, span(AT, 200 << 12), SMALL);
         let pooled = VmaKind::private(PageSize::Size2M).pooled();
         rig.vm.map(cx, &space, span(AT + (4 << 20), 2 << 20), pooled, Backing::Private).expect("one page");
         // Adjoining frames, in both directions and with gaps.
@@ -179,9 +177,8 @@ fn a_page_is_known_before_it_is_mapped() {
     as_first::<Metered, true>(8, 1, 85, |rig, cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
-        let kind = VmaKind::private(PageSize::Size4K);
         for (at, backing) in [(AT, Backing::Private), (2 * AT, Backing::Shared(&object, 0))] {
-            rig.vm.map(cx, &space, span(at, 0x8000), kind, backing).expect("an area");
+            rig.vm.map(cx, &space, span(at, 0x8000), SMALL, backing).expect("an area");
         }
         let told = Cell::new(Vec::new());
         let note = |phase| {
@@ -194,7 +191,6 @@ fn a_page_is_known_before_it_is_mapped() {
         }
         rig.vm.prefault(&space, span(AT + 0x1000, 0x3000), None).work_observed(cx, &Never, &note).expect("memory");
         assert_eq!(told.take(), [1, 2, 5]);
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-        rig.vm.close(cx, object).expect("its own");
+        rig.end_shown(cx, (object, space));
     });
 }

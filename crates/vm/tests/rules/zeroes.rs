@@ -2,7 +2,8 @@
 //! and is nobody's to pin, age or give back. On both formats.
 
 use crate::support::{
-    AT, Follower, Metered, Rig, as_first, before_flush, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+    AT, Follower, Metered, Rig, SMALL, as_first, before_flush, bounds, no_faults, on_both_formats, span, with_cpu,
+    with_format,
 };
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange, with};
@@ -12,15 +13,14 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const SMALL: VmaKind = VmaKind::private(PageSize::Size4K);
 const READ: VmaKind = SMALL.allowing(Protection::USER);
 
 fn shown<F: PageFormat>(size: PageSize) {
     with_format::<F, false>(32, 2, 7, &no_faults(), |rig| {
         const PAGES: u64 = 6;
         let (area, at) = (span(AT, PAGES * size.bytes()), |page: u64| AT + page * size.bytes());
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, area, VmaKind::private(size)));
-        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+        let space = rig.on(0, |cx| rig.space(cx, area, VmaKind::private(size)));
+        rig.on(0, |cx| {
             rig.enter(cx, &space);
             assert_eq!(rig.load(cx, &space, AT), Ok(0));
             let used = rig.used(cx);
@@ -32,16 +32,16 @@ fn shown<F: PageFormat>(size: PageSize) {
             let none = with!(Usage::default(), zeroes = PAGES * size.pages());
             assert_eq!(rig.vm.usage(cx, &space, area), Ok(none));
         });
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        rig.on(1, |cx| {
             rig.enter(cx, &space);
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok(0)));
         });
         let before = rig.flushes();
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1), 5).expect("memory"));
+        rig.on(0, |cx| rig.store(cx, &space, at(1), 5).expect("memory"));
         assert_eq!(rig.flushes() - before, 1, "one for the first store");
-        rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, at(1) + 8, 6).expect("memory"));
+        rig.on(0, |cx| rig.store(cx, &space, at(1) + 8, 6).expect("memory"));
         assert_eq!(rig.flushes() - before, 1);
-        rig.mmu.as_cpu(CpuId::new(1), |cx| {
+        rig.on(1, |cx| {
             (0..PAGES).for_each(|page| assert_eq!(rig.load(cx, &space, at(page)), Ok([0, 5][usize::from(page == 1)])));
             let huge = if size == PageSize::Size4K { 0 } else { size.pages() };
             let one = with!(Usage::default(), zeroes = (PAGES - 1) * size.pages(), present = size.pages(), huge);
@@ -58,16 +58,16 @@ fn shown<F: PageFormat>(size: PageSize) {
 fn stale<F: PageFormat>(seed: u64) -> bool {
     let stale = Cell::new(false);
     with_format::<F, false>(16, 2, seed, &no_faults(), |rig| {
-        let space = rig.mmu.as_cpu(CpuId::new(0), |cx| rig.space(cx, span(AT, 0x4000), SMALL));
+        let space = rig.on(0, |cx| rig.space(cx, span(AT, 0x4000), SMALL));
         for cpu in [0, 1] {
-            rig.mmu.as_cpu(CpuId::new(cpu), |cx| {
+            rig.on(cpu, |cx| {
                 rig.enter(cx, &space);
                 (0..4).for_each(|page| assert_eq!(rig.load(cx, &space, AT + (page << 12)), Ok(0)));
             });
         }
         // Nothing is there when others are asked to flush.
         let then = || stale.set(rig.mmu.load(CpuId::new(1), VirtAddr::new(AT)) == Ok(0));
-        before_flush(&then, || rig.mmu.as_cpu(CpuId::new(0), |cx| rig.store(cx, &space, AT, 9).expect("memory")));
+        before_flush(&then, || rig.on(0, |cx| rig.store(cx, &space, AT, 9).expect("memory")));
         // Without a fault in between.
         let found = rig.mmu.load(CpuId::new(1), VirtAddr::new(AT));
         assert!(found.is_err() || found == Ok(9), "{found:?}: zeroes after a store");
@@ -85,12 +85,7 @@ fn forked<F: PageFormat>(size: PageSize) {
         rig.store(cx, &space, at(3), 3).expect("memory");
         // One by one, too.
         for pinned in [false, true] {
-            let mut pins = Vec::new();
-            if pinned {
-                rig.vm
-                    .pin(cx, &space, span(at(3), size.bytes()), Access::Write, None, &Never, |run| pins.push(run))
-                    .expect("memory");
-            }
+            let pins = if pinned { rig.pin(cx, &space, span(at(3), size.bytes())) } else { Vec::new() };
             let child = rig.vm.fork(cx, &space).expect("memory");
             rig.enter(cx, &child);
             rig.leave(cx, &space);
@@ -100,7 +95,7 @@ fn forked<F: PageFormat>(size: PageSize) {
             rig.enter(cx, &space);
             rig.leave(cx, &child);
             assert_eq!([0, 1, 2, 3].map(|page| rig.load(cx, &space, at(page))), [Ok(0), Ok(0), Ok(0), Ok(3)]);
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
             rig.vm.destroy(cx, child).expect("destroyed");
         }
         // The space's own stay, and the page stays as long as one shows it.
@@ -156,7 +151,7 @@ fn held<F: PageFormat>() {
             // SAFETY: a word of the pinned page.
             unsafe { memory.cast::<u64>().write(77) };
             assert_eq!(rig.load(cx, &space, first.at().get()), Ok(77));
-            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.unpin(cx, &space, pins);
             // What is locked is there.
             let part = span(AT + 0x4000, 0x2000);
             rig.vm.lock(cx, &space, part, 2).expect("memory");
@@ -293,7 +288,7 @@ fn followers_are_told() {
 }
 
 fn scenario<F: PageFormat>(rig: &Rig<'_, F>) {
-    rig.mmu.as_cpu(CpuId::new(0), |cx| {
+    rig.on(0, |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         for (at, size) in [(AT, PageSize::Size4K), (2 * AT, PageSize::Size2M)] {
             let _ = rig.vm.map(cx, &space, span(at, 2 * size.bytes()), VmaKind::private(size), Backing::Private);
@@ -320,7 +315,7 @@ fn scenario<F: PageFormat>(rig: &Rig<'_, F>) {
             let expected = if stored.contains(&at) { at } else { 0 };
             assert!(rig.load(cx, &space, at).map_or_else(lacks, |found| found == expected));
         }
-        pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+        rig.unpin(cx, &space, pins);
         if let Ok(child) = child {
             rig.enter(cx, &child);
             rig.leave(cx, &space);

@@ -210,11 +210,9 @@ fn secret() -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::PoolConfig;
     use crate::left::Watches;
-    use crate::memory_file::Page;
     use crate::own_file::tests::turn;
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, cache, cached, daemon, file, is_root, kept, stored, with_capabilities};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use std::fs::File;
     use std::os::fd::{AsFd, AsRawFd};
@@ -222,35 +220,25 @@ mod tests {
     /// The packaged unit leaves the daemon no capability but CAP_CHOWN: it may not read what is its users'.
     #[test]
     fn what_a_user_has_is_known_without_the_right_to_read_it() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root has other users");
+        if !is_root("has other users") {
             return;
         }
-        let page = Page::Transparent;
-        let file = MemoryFile::new(page, page.bytes()).expect("a file");
+        let file = file(1);
         file.make_lent(1000, 1000).expect("root may");
         // Which whoever has it may do: it takes that right from itself.
         rustix::fs::fchmod(&file, rustix::fs::Mode::empty()).expect("root may");
         let copy = file.as_fd().try_clone_to_owned().expect("a descriptor");
-        let owner = Asker { gid: 1000, ..Asker::user(1000) };
-        let whose = (&owner, Who::User(1000));
-        let kept = Kept::new(file.into_fd(), whose, "cache".to_owned(), "secret".to_owned()).expect("a record");
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
-        let left = || {
-            const CHOWN: u32 = 1;
-            let (head, sets) = ([0x2008_0522_u32, 0], [CHOWN, CHOWN, 0, 0, 0, 0]);
-            // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
-            assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), sets.as_ptr()) }, 0);
+        let (kept, owner, secret) = (kept(file, 1000), Asker::user(1000), Some("secret"));
+        let daemon = daemon(&[1]);
+        // CAP_CHOWN.
+        let left = with_capabilities(1, || {
             daemon.adopt_kept(vec![kept]);
-            let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
-            let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
-            let (leased, _) = daemon.lease(&Asker::user(1000), 7, &wish).expect("nobody has asked for it");
+            let (leased, _) = daemon.lease(&owner, 7, &cached(secret)).expect("nobody has asked for it");
             daemon.end(leased.lease);
-            daemon.forget(&Asker::user(1000), &Forget { keep, uid: None }).expect("its own");
+            daemon.forget(&owner, &Forget { keep: cache(secret), uid: None }).expect("its own");
             daemon.status().left
-        };
-        let left = std::thread::scope(|scope| scope.spawn(left).join().expect("no panic"));
-        assert_eq!(left, [Left { uid: 1000, bytes: page.bytes() }], "somebody has it open");
+        });
+        assert_eq!(left, [Left { uid: 1000, bytes: BYTES }], "somebody has it open");
         let owner = rustix::fs::fstat(&copy).expect("a file");
         assert_eq!((owner.st_uid, owner.st_gid), (1000, 1000), "and it is whose it was");
     }
@@ -259,16 +247,11 @@ mod tests {
     #[test]
     fn what_cannot_be_watched_is_not_forgotten_while_it_is_in_use() {
         let _turn = turn();
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
-        let daemon = Daemon { watches: Watches::broken(), ..Daemon::new(config) };
-        let file = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
-        let kept = Kept::new(file, (&Asker::user(1000), Who::User(1000)), "cache".to_owned(), "secret".to_owned());
-        let kept = kept.expect("a record");
+        let daemon = Daemon { watches: Watches::broken(), ..daemon(&[1]) };
+        let kept = kept(file(1), 1000);
         let lent = kept.lend().expect("it may").expect("nobody has it");
         daemon.adopt_kept(vec![kept]);
-        let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
-        let forget = || daemon.forget(&Asker::user(1000), &Forget { keep: keep.clone(), uid: None });
+        let forget = || daemon.forget(&Asker::user(1000), &Forget { keep: cache(Some("secret")), uid: None });
         assert!(forget().expect_err("it has it").message.contains("how long the memory is in use"));
         drop(lent);
         forget().expect("nobody has it");
@@ -278,23 +261,22 @@ mod tests {
     #[test]
     fn nobody_waits_for_an_owner_but_itself() {
         let _turn = turn();
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
-        let keep = |secret| Wish { keep: Some(KeepAs { name: "cache".to_owned(), secret }), ..Wish::of(page.bytes()) };
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let daemon = daemon(&[1]);
+        daemon.gets(1);
         let root = &Asker::user(0);
-        let (leased, file) = daemon.lease(root, 7, &keep(None)).expect("ready");
+        let (leased, file) = daemon.lease(root, 7, &cached(None)).expect("ready");
+        let again = cached(leased.secret.as_deref());
         daemon.end(leased.lease);
         drop(file);
         let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
         let resumed = std::thread::scope(|scope| {
             let waits = memory.has_turn();
-            let resumed = scope.spawn(|| daemon.lease(root, 8, &keep(leased.secret.clone())));
+            let resumed = scope.spawn(|| daemon.lease(root, 8, &again));
             while daemon.status().leases.is_empty() {
                 std::thread::yield_now();
             }
             assert!(daemon.status().kept[0].in_use, "it is being given");
-            let second = daemon.lease(root, 9, &keep(leased.secret.clone()));
+            let second = daemon.lease(root, 9, &again);
             assert_eq!(second.expect_err("in use").message, "the kept memory is in use");
             drop(waits);
             resumed.join().expect("no panic")
@@ -307,32 +289,24 @@ mod tests {
     #[test]
     fn what_was_kept_before_a_restart_counts() {
         let _turn = turn();
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let daemon = daemon(&[1]);
         let root = &Asker::user(0);
-        let kept = || {
-            let file = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
-            Kept::new(file, (root, Who::User(0)), "cache".to_owned(), "secret".to_owned()).expect("a record")
-        };
-        let (first, second) = (kept(), kept());
-        rustix::fs::ftruncate(first.memory(), 1 << 40).expect("its own");
-        rustix::fs::ftruncate(second.memory(), 1 << 40).expect("its own");
-        let left = [first, second].into_iter().flat_map(|kept| {
-            let name = kept.name_in_store();
-            kept.both().map(|fd| (name.clone(), fd.try_clone_to_owned().expect("a descriptor")))
+        let left = [1, 2].into_iter().flat_map(|_| {
+            let kept = kept(file(1), 0);
+            rustix::fs::ftruncate(kept.memory(), 1 << 40).expect("its own");
+            stored(&kept)
         });
         daemon.adopt_kept(Kept::find(left.collect()).kept);
-        assert_eq!(daemon.status().kept.iter().map(|kept| kept.bytes).collect::<Vec<_>>(), [page.bytes()]);
-        let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
-        let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
+        assert_eq!(daemon.status().kept.iter().map(|kept| kept.bytes).collect::<Vec<_>>(), [BYTES]);
+        let wish = cached(Some("secret"));
         assert!(daemon.lease(root, 7, &wish).expect_err("of another length").message.contains("longer or shorter"));
         let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
-        rustix::fs::ftruncate(memory.memory(), page.bytes()).expect("its own");
+        rustix::fs::ftruncate(memory.memory(), BYTES).expect("its own");
         drop(memory);
         let (leased, file) = daemon.lease(root, 7, &wish).expect("as it was");
-        daemon.forget(root, &Forget { keep, uid: None }).expect("its own");
+        daemon.forget(root, &Forget { keep: cache(Some("secret")), uid: None }).expect("its own");
         daemon.end(leased.lease);
-        assert_eq!(daemon.status().left, [Left { uid: 0, bytes: page.bytes() }], "somebody has it");
+        assert_eq!(daemon.status().left, [Left { uid: 0, bytes: BYTES }], "somebody has it");
         drop(file);
         assert!(daemon.status().left.is_empty());
     }
@@ -340,12 +314,11 @@ mod tests {
     /// A manager holds two files for each name, and has room for so many.
     #[test]
     fn a_user_has_few_names() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
+        let daemon = daemon(&[1]);
         let keep = |n: usize| {
-            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+            daemon.gets(1);
             let keep = Some(KeepAs { name: n.to_string(), secret: None });
-            daemon.lease(&Asker::user(0), 7, &Wish { keep, ..Wish::of(page.bytes()) })
+            daemon.lease(&Asker::user(0), 7, &Wish { keep, ..Wish::of(BYTES) })
         };
         assert!((0..MOST_KEPT).all(|n| keep(n).is_ok()));
         let refused = keep(MOST_KEPT).expect_err("too many");
@@ -358,14 +331,11 @@ mod tests {
     #[test]
     fn kept_memory_is_given_to_one_program_at_a_time() {
         let _turn = turn();
-        let page = Page::Transparent;
-        let daemon = || Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0));
-        let first = daemon();
-        let keep = |secret| Wish { keep: Some(KeepAs { name: "cache".to_owned(), secret }), ..Wish::of(page.bytes()) };
-        first.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let first = daemon(&[1]);
+        first.gets(1);
         let root = &Asker::user(0);
-        let (leased, file) = first.lease(root, 7, &keep(None)).expect("ready");
-        let again = |daemon: &Daemon| daemon.lease(root, 8, &keep(leased.secret.clone()));
+        let (leased, file) = first.lease(root, 7, &cached(None)).expect("ready");
+        let again = |daemon: &Daemon| daemon.lease(root, 8, &cached(leased.secret.as_deref()));
         let refused = |daemon: &Daemon| {
             let message = again(daemon).expect_err("somebody has it").message;
             assert!(message.contains("in use"), "{message}");
@@ -382,12 +352,9 @@ mod tests {
         let copy = by_path.expect("its own");
         drop(given);
         refused(&first);
-        let stored = |kept: &KeptEntry| {
-            kept.memory.both().map(|fd| (kept.memory.name_in_store(), fd.try_clone_to_owned().expect("a descriptor")))
-        };
-        let left = first.state().kept.values().flat_map(stored).collect();
+        let left = first.state().kept.values().flat_map(|kept| stored(&kept.memory)).collect();
         drop(first);
-        let next = daemon();
+        let next = daemon(&[1]);
         next.adopt_kept(Kept::find(left).kept);
         refused(&next);
         let (rights, flags) = (ProtFlags::READ, MapFlags::SHARED);

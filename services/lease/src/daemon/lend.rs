@@ -283,46 +283,38 @@ mod tests {
     use crate::left::Watches;
     use crate::memory_file::Page;
     use crate::policy::{LendingPolicy, Who};
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, allows, config, daemon, is_root, with_capabilities};
     use std::sync::Barrier;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     /// What the kernel has is many reads, for which a program that starts would wait.
     #[test]
     fn a_file_that_is_long_enough_is_lent_without_a_look_at_the_kernels_pool() {
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), page.bytes(), 0);
-        let daemon = Daemon::new(PoolConfig { free: |_, _| panic!("looked"), ..config });
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        daemon.lease(&Asker::user(0), 7, &Wish::of(page.bytes())).expect("it is ready");
+        let daemon = Daemon::new(PoolConfig { free: |_, _| panic!("looked"), ..config(&[1]) });
+        daemon.gets(1);
+        daemon.lends(0, BYTES).expect("it is ready");
     }
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.
     #[test]
     fn a_file_that_cannot_grow_stays_ready() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
-        let file = MemoryFile::new(page, page.bytes()).expect("a file");
-        let lease = |bytes| {
-            let wish = Wish::of(bytes);
-            daemon.lease(&Asker::user(0), 7, &wish)
-        };
-        daemon.fill_ended(Some(file));
-        let refusal = |bytes| lease(bytes).expect_err("too long").message;
+        let daemon = daemon(&[1]);
+        daemon.gets(1);
+        let refusal = |bytes| daemon.lends(0, bytes).expect_err("too long").message;
         // The kernel refuses at once.
         let long = 1 << 63;
         assert!(refusal(long).contains("ftruncate"), "tried");
-        assert!(refusal(long).contains("just now") && refusal(long + page.bytes()).contains("just now"), "not again");
-        assert!(refusal(long - page.bytes()).contains("just now"), "nor for a page less");
-        assert_eq!(daemon.state().growth(), (long - page.bytes()) / 2, "much less may be had");
-        daemon.state().short = Some((page.bytes(), Instant::now()));
+        assert!(refusal(long).contains("just now") && refusal(long + BYTES).contains("just now"), "not again");
+        assert!(refusal(long - BYTES).contains("just now"), "nor for a page less");
+        assert_eq!(daemon.state().growth(), (long - BYTES) / 2, "much less may be had");
+        daemon.state().short = Some((BYTES, Instant::now()));
         assert!(refusal(long).contains("ftruncate"), "tried again, later");
         // As after a try that took long, of more than twice as much.
         let until = Instant::now() + Duration::from_secs(60);
         daemon.state().short = Some((long, until));
         assert!(refusal(long).contains("ftruncate"), "less than that");
         assert_eq!(daemon.state().short.map(|(_, until)| until), Some(until), "a short try ends no long pause");
-        let (leased, file) = lease(page.bytes()).expect("nobody else waits");
+        let (leased, file) = daemon.lends(0, BYTES).expect("nobody else waits");
         drop(file);
         assert!(daemon.state().growth() < long);
         daemon.end(leased.lease);
@@ -332,73 +324,53 @@ mod tests {
     /// What cannot be lent stays ready if it is as long as it was, and is gone if not: a file that was cut has a hole where its end was.
     #[test]
     fn what_cannot_be_lent_is_full_or_not_ready() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root may give files to others, and can give that up");
+        if !is_root("may give files to others, and can give that up") {
             return;
         }
-        let page = Page::Transparent;
-        let size = |text: &str| text.parse().ok();
-        let policy = LendingPolicy::read(0, "uid 61010 1000000000", size).expect("a line");
-        let config = PoolConfig { policy, ..PoolConfig::new(page, Shapes(vec![2 * page.bytes()]), u64::MAX, 0) };
-        let fill = |daemon: &Daemon| {
-            daemon.fill_ended(Some(MemoryFile::new(page, 2 * page.bytes()).expect("a file")));
-        };
-        let refusal = |daemon: &Daemon, bytes| {
-            daemon.lease(&Asker::user(61_010), 7, &Wish::of(bytes)).expect_err("as planted").message
-        };
+        let config = PoolConfig { policy: allows(61_010, 1_000_000_000), ..config(&[2]) };
+        let refusal = |daemon: &Daemon, bytes| daemon.lends(61_010, bytes).expect_err("as planted").message;
         let is_as_it_was = |daemon: &Daemon| {
             let state = daemon.state();
             let found = rustix::fs::fstat(&state.ready[0]).expect("a file");
-            assert_eq!((state.ready[0].bytes(), found.st_size as u64), (2 * page.bytes(), 2 * page.bytes()));
+            assert_eq!((state.ready[0].bytes(), found.st_size as u64), (2 * BYTES, 2 * BYTES));
             assert_eq!((found.st_mode & 0o777, found.st_uid), (0, 0), "the next daemon may adopt it");
         };
         let daemon = Daemon::new(config.clone());
-        fill(&daemon);
-        let without_the_right = || {
-            let (head, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
-            // SAFETY: the capabilities of this thread alone; both outlive the call (capset(2), version 3).
-            assert_eq!(unsafe { libc::syscall(libc::SYS_capset, head.as_ptr(), none.as_ptr()) }, 0);
-            [2, 1].map(|pages| {
-                let message = refusal(&daemon, pages * page.bytes());
-                assert!(message.contains("CAP_CHOWN"), "{message}");
-                let ready = daemon.status().ready;
-                (pages == 2).then(|| is_as_it_was(&daemon));
-                ready
-            })
-        };
-        let ready = std::thread::scope(|scope| scope.spawn(without_the_right).join().expect("no panic"));
-        assert_eq!(ready, [vec![2 * page.bytes()], vec![]]);
+        daemon.gets(2);
+        for (pages, ready) in [(2, vec![2 * BYTES]), (1, vec![])] {
+            let message = with_capabilities(0, || refusal(&daemon, pages * BYTES));
+            assert!(message.contains("CAP_CHOWN"), "{message}");
+            assert_eq!(daemon.status().ready, ready);
+            (pages == 2).then(|| is_as_it_was(&daemon));
+        }
         // Where nothing can be watched nothing is cut.
         let daemon = Daemon { watches: Watches::broken(), ..Daemon::new(config) };
-        fill(&daemon);
+        daemon.gets(2);
         for pages in [2, 1] {
-            assert!(refusal(&daemon, pages * page.bytes()).contains("inotify"));
+            assert!(refusal(&daemon, pages * BYTES).contains("inotify"));
             is_as_it_was(&daemon);
         }
         // What is drained meanwhile is not ready again.
         daemon.state().drained = true;
-        assert!(refusal(&daemon, page.bytes()).contains("inotify"));
+        assert!(refusal(&daemon, BYTES).contains("inotify"));
         assert!(daemon.status().ready.is_empty());
     }
 
     /// The daemon's threads have a limit (TasksMax, RLIMIT_NPROC), which others may use up.
     #[test]
     fn a_file_grows_where_no_thread_can_be_had() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root can be another user, whom alone the limit holds for");
+        if !is_root("can be another user, whom alone the limit holds for") {
             return;
         }
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 61_009));
+        let daemon = Daemon::new(PoolConfig { policy: LendingPolicy::closed(61_009), ..config(&[1]) });
         let alone = || {
             may_make_no_thread(61_009);
-            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-            let wish = Wish::of(2 * page.bytes());
-            daemon.lease(&Asker::user(61_009), 7, &wish).map(|(leased, _)| leased.filled_late)
+            daemon.gets(1);
+            daemon.lends(61_009, 2 * BYTES).map(|(leased, _)| leased.filled_late)
         };
         let leased = std::thread::scope(|scope| scope.spawn(alone).join().expect("no panic"));
         match &leased {
-            Ok(late) => assert_eq!(*late, page.bytes()),
+            Ok(late) => assert_eq!(*late, BYTES),
             // This machine has no huge pages for files; whatever it is, nothing is lent.
             Err(refused) => assert!(refused.message.contains("huge pages"), "{refused:?}"),
         }
@@ -408,18 +380,13 @@ mod tests {
     /// A daemon that is told another policy knows what is out.
     #[test]
     fn another_policy_does_not_forget_what_is_out() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
-        let policy = |pages: u64| {
-            let size = |text: &str| text.parse().ok();
-            LendingPolicy::read(0, &format!("uid 61008 {}", pages * page.bytes()), size).expect("a line")
-        };
+        let daemon = daemon(&[1]);
+        let policy = |pages: u64| allows(61_008, pages * BYTES);
         let lease = || {
-            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-            daemon.lease(&Asker::user(61_008), 7, &Wish::of(page.bytes()))
+            daemon.gets(1);
+            daemon.lends(61_008, BYTES)
         };
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root gives files away");
+        if !is_root("gives files away") {
             return;
         }
         assert_eq!(lease().expect_err("not named").kind, RefusedKind::LendingPolicy);
@@ -434,18 +401,13 @@ mod tests {
     /// Whoever leases again and again has no more than what it has not given back, whether it says so or not.
     #[test]
     fn what_nobody_has_any_more_does_not_count() {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root gives files away");
+        if !is_root("gives files away") {
             return;
         }
-        let page = Page::Transparent;
-        let size = |text: &str| text.parse().ok();
-        let policy = LendingPolicy::read(0, &format!("uid 61006 {}", 2 * page.bytes()), size).expect("a line");
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
-        let daemon = Daemon::new(PoolConfig { policy, ..config });
+        let daemon = Daemon::new(PoolConfig { policy: allows(61_006, 2 * BYTES), ..config(&[1]) });
         let lease = || {
-            daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-            daemon.lease(&Asker::user(61_006), 7, &Wish::of(page.bytes()))
+            daemon.gets(1);
+            daemon.lends(61_006, BYTES)
         };
         let leases = || daemon.status().leases.iter().map(|lent| lent.lease).collect::<Vec<_>>();
         let (first, file) = lease().expect("the first");
@@ -467,8 +429,7 @@ mod tests {
     fn two_at_once_do_not_pass_the_quota() {
         static CALLS: AtomicU32 = AtomicU32::new(0);
         static GATE: Barrier = Barrier::new(2);
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: only root gives files away");
+        if !is_root("gives files away") {
             return;
         }
         // Asked when a file that was taken is to grow: the first who does so stays there.
@@ -479,14 +440,9 @@ mod tests {
             }
             Some(u64::MAX)
         };
-        let page = Page::Transparent;
-        let size = |text: &str| text.parse().ok();
-        let bytes = 2 * page.bytes();
-        let policy = LendingPolicy::read(0, &format!("uid 61007 {bytes}"), size).expect("a line");
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0);
-        let daemon = Daemon::new(PoolConfig { free, policy, ..config });
-        (0..2).for_each(|_| daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file"))));
-        let lease = || daemon.lease(&Asker::user(61_007), 7, &Wish::of(bytes));
+        let daemon = Daemon::new(PoolConfig { free, policy: allows(61_007, 2 * BYTES), ..config(&[1; 2]) });
+        (0..2).for_each(|_| daemon.gets(1));
+        let lease = || daemon.lends(61_007, 2 * BYTES);
         let (first, second) = std::thread::scope(|scope| {
             let first = scope.spawn(lease);
             GATE.wait();
@@ -502,8 +458,7 @@ mod tests {
     /// Whatever happens to the thread that leases, nothing is lent to it.
     #[test]
     fn a_lease_that_is_not_given_is_not_counted() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0));
+        let daemon = daemon(&[1]);
         let panics = || {
             let _entered =
                 Entered { daemon: &daemon, lease: daemon.state().enter((0, Who::User(0)), 7, 1, None, None) };
@@ -516,27 +471,21 @@ mod tests {
     /// What is filled while somebody waits is not taken from what is left to others.
     #[test]
     fn a_file_that_grows_leaves_what_is_to_be_left() {
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
-        let free = |page: Page, _| Some(3 * page.bytes());
-        let daemon = Daemon::new(PoolConfig { free, keep_free: 2 * page.bytes(), ..config });
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish::of(3 * page.bytes());
-        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("one page may be had");
+        let free = |_, _| Some(3 * BYTES);
+        let daemon = Daemon::new(PoolConfig { free, keep_free: 2 * BYTES, ..config(&[1]) });
+        daemon.gets(1);
+        let refused = daemon.lends(0, 3 * BYTES).expect_err("one page may be had");
         assert!(refused.message.contains("no free huge page"), "{refused:?}");
-        assert_eq!(daemon.status().ready, [page.bytes()], "and nothing was tried");
+        assert_eq!(daemon.status().ready, [BYTES], "and nothing was tried");
     }
 
     /// What is filled while somebody waits comes from where the answer says.
     #[test]
     fn a_file_grows_on_its_own_node() {
-        let page = Page::Transparent;
-        let config = PoolConfig::new(page, Shapes(vec![page.bytes()]), u64::MAX, 0);
         // Which no machine has.
-        let daemon = Daemon::new(PoolConfig { node: Some(1023), ..config });
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        let wish = Wish::of(3 * page.bytes());
-        let refused = daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such node");
+        let daemon = Daemon::new(PoolConfig { node: Some(1023), ..config(&[1]) });
+        daemon.gets(1);
+        let refused = daemon.lends(0, 3 * BYTES).expect_err("no such node");
         assert!(refused.message.contains("set_mempolicy"), "{refused:?}");
     }
 }

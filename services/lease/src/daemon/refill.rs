@@ -141,31 +141,22 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::PoolConfig;
-    use crate::memory_file::Page;
-    use crate::policy::Asker;
-    use crate::stock::Shapes;
-    use crate::wire::{RefusedKind, Wish};
+    use crate::tests::{BYTES, daemon};
+    use crate::wire::RefusedKind;
 
     /// Who asks for what is not to be had does not keep the daemon from filling, and who leases again and again keeps it at most
     /// half of the time.
     #[test]
     fn filling_is_not_put_off_for_ever() {
-        let page = Page::Transparent;
-        let daemon = Daemon::new(PoolConfig::new(page, Shapes(vec![page.bytes(); 2]), u64::MAX, 0));
-        let lease = |bytes| {
-            let wish = Wish::of(bytes);
-            daemon.lease(&Asker::user(0), 7, &wish)
-        };
-        let fill = || daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
-        fill();
+        let daemon = daemon(&[1; 2]);
+        daemon.gets(1);
         // Longer than any file: the kernel refuses at once.
-        assert_eq!(lease(1 << 63).expect_err("too long").kind, RefusedKind::Empty);
-        assert_eq!((daemon.rest(), daemon.status().ready), (Duration::ZERO, vec![page.bytes()]));
+        assert_eq!(daemon.lends(0, 1 << 63).expect_err("too long").kind, RefusedKind::Empty);
+        assert_eq!((daemon.rest(), daemon.status().ready), (Duration::ZERO, vec![BYTES]));
         let leased_again = |after: Duration| {
             daemon.state().put_off = Instant::now().checked_sub(after);
-            fill();
-            lease(page.bytes()).expect("leased");
+            daemon.gets(1);
+            daemon.lends(0, BYTES).expect("leased");
             daemon.rest() > Duration::ZERO
         };
         assert!(!leased_again(REST), "filling has its turn first");
@@ -175,16 +166,15 @@ mod tests {
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.
     #[test]
     fn filling_that_gets_no_cpu_is_seen() {
-        let bytes = Page::Huge2M.bytes();
-        let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, Shapes(vec![bytes]), bytes, 0));
-        assert_eq!(daemon.wait_for_missing(), Some(vec![Missing { bytes, template: None }]));
-        daemon.begins(bytes);
+        let daemon = daemon(&[1]);
+        assert_eq!(daemon.wait_for_missing(), Some(vec![Missing { bytes: BYTES, template: None }]));
+        daemon.begins(BYTES);
         daemon.fills();
         assert_eq!(daemon.waiting(), (None, true));
         daemon.state().chunk = Instant::now().checked_sub(STARVES + Duration::from_secs(1));
         assert!(daemon.waiting().0.is_some_and(|why| why.contains("no idle CPU for 3 s")));
         assert_eq!(daemon.status().waiting, daemon.waiting().0);
-        daemon.filled(Page::Huge2M.bytes(), Duration::ZERO, Duration::ZERO);
+        daemon.filled(BYTES, Duration::ZERO, Duration::ZERO);
         assert_eq!(daemon.waiting(), (None, true));
     }
 }

@@ -215,16 +215,14 @@ pub(super) struct Asked {
 mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
-    use crate::memory_file::Page;
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, config, file};
     use rustix::io::Errno;
 
     /// Who asks for a template whose disk does not answer is told so soon, and its connection is free again.
     #[test]
     fn nobody_waits_for_a_disk_that_does_not_answer() {
-        let page = Page::Transparent;
         let templates = vec![Template { name: "snap".to_owned(), path: "/nowhere/snap".into() }];
-        let daemon = Daemon::new(PoolConfig { templates, ..PoolConfig::new(page, Shapes(Vec::new()), u64::MAX, 0) });
+        let daemon = Daemon::new(PoolConfig { templates, ..config(&[]) });
         let refusal = || daemon.template(&Asker::user(0), "snap").expect_err("none is there").message;
         let looks = daemon.look(0);
         assert!(refusal().contains("its disk does not answer"));
@@ -238,8 +236,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("hugemm-templates-status-{}", std::process::id()));
         std::fs::write(&path, "snapshot").expect("written");
         let templates = vec![Template { name: "snap".to_owned(), path: path.clone() }];
-        let config = PoolConfig::new(Page::Transparent, Shapes(Vec::new()), u64::MAX, 0);
-        let daemon = Daemon::new(PoolConfig { templates, ..config });
+        let daemon = Daemon::new(PoolConfig { templates, ..config(&[]) });
         let other = Asker { uid: u32::MAX - 1, gid: u32::MAX - 1, groups: Vec::new() };
         let sees = |mode| {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("its own");
@@ -256,20 +253,15 @@ mod tests {
     /// Whatever was wrong with a reading, its memory is not lent, and why is said.
     #[test]
     fn what_was_read_badly_is_not_lent() {
-        let page = Page::Transparent;
         let [path, other] = ["good", "other"]
             .map(|name| std::env::temp_dir().join(format!("hugemm-templates-{name}-{}", std::process::id())));
         [&path, &other].iter().for_each(|path| std::fs::write(path, "snapshot").expect("written"));
         let [version, of_other] = [&path, &other].map(|path| Version::of(path).expect("a file"));
         let template = Template { name: "snap".to_owned(), path: path.clone() };
-        let config = PoolConfig::new(page, Shapes(Vec::new()), u64::MAX, 0);
-        let daemon = Daemon::new(PoolConfig { templates: vec![template], ..config });
+        let daemon = Daemon::new(PoolConfig { templates: vec![template], ..config(&[]) });
         daemon.look_at_template(0);
-        let read = |version, digest: &str| {
-            let file = MemoryFile::new(page, page.bytes()).expect("a file");
-            daemon.template_ended(0, Ok((file, version, digest.to_owned())));
-        };
-        let asked = Asked { index: 0, version, bytes: page.bytes() };
+        let read = |version, digest: &str| daemon.template_ended(0, Ok((file(1), version, digest.to_owned())));
+        let asked = Asked { index: 0, version, bytes: BYTES };
         let refusal = || daemon.take_filled(&asked).expect_err("nothing good was read").message;
         daemon.template_ended(0, Err(TemplateError::Unreadable { path: path.clone(), at: 4096, cause: Errno::IO }));
         assert!(refusal().contains("cannot be read at byte 4096: "));

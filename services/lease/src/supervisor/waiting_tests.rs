@@ -3,11 +3,9 @@
 
 use super::*;
 use crate::client::Connection;
-use crate::daemon::{Daemon, PoolConfig};
 use crate::listener::Listener;
-use crate::memory_file::{MemoryFile, Page};
 use crate::own_file::tests::turn;
-use crate::stock::Shapes;
+use crate::tests::{BYTES, PAGE, file};
 use crate::wire::{self, Answer};
 use rustix::fs::{MemfdFlags, fstat, memfd_create};
 use rustix::net::accept;
@@ -16,8 +14,6 @@ use std::os::fd::RawFd;
 use std::ptr::NonNull;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-
-const PAGE: Page = Page::Transparent;
 
 /// Longer than anything takes here.
 const END: Duration = Duration::from_secs(60);
@@ -65,9 +61,9 @@ impl Parts {
             }
         });
         set_socket_timeout(&daemon.socket, Timeout::Recv, Some(END)).expect("a timeout");
-        let status = Daemon::new(PoolConfig::new(PAGE, Shapes(Vec::new()), u64::MAX, 0)).status();
+        let status = crate::tests::daemon(&[]).status();
         wire::send(daemon.socket.as_fd(), &Answer::Status(Box::new(status)), None).expect("there is room");
-        let lending = Lending::up_to(connection, pages * PAGE.bytes(), None, None).expect("an answer");
+        let lending = Lending::up_to(connection, pages * BYTES, None, None).expect("an answer");
         assert_eq!(daemon.hears(), Some(Request::Status {}));
         let (program, listener) = Program::start(lending.lengths.clone())?;
         let (require, say, ears, untaken, done) = (false, Say::AtEnd, None, None, Done::default());
@@ -82,7 +78,7 @@ impl Parts {
     /// A call for so many pages, and that the supervisor hears of it.
     fn call(&mut self, own: &Own, pages: u64) -> (Call, Receiver<Sized>) {
         let (answers, answered) = channel();
-        self.program.0.send((own.0.as_raw_fd(), pages * PAGE.bytes(), answers)).expect("it runs");
+        self.program.0.send((own.0.as_raw_fd(), pages * BYTES, answers)).expect("it runs");
         let listener = &self.supervisor.listener;
         let end = Timespec::try_from(END).expect("seconds");
         assert_eq!(poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&end)), Ok(1), "a call is reported");
@@ -163,12 +159,12 @@ impl Server {
 
     /// Lends so many pages, which it is asked for next, and says by which file.
     fn lends(&mut self, pages: u64) -> u64 {
-        let bytes = pages * PAGE.bytes();
+        let bytes = pages * BYTES;
         assert!(matches!(self.hears(), Some(Request::Lease(wish)) if wish.bytes == bytes), "{pages} pages");
         self.lent += 1;
         let (lease, page, node) = (self.lent, PAGE, None);
         let about = Leased { lease, bytes, page, node, filled_late: 0, secret: None, resumed: false };
-        let file = MemoryFile::new(PAGE, bytes).expect("a file");
+        let file = file(pages);
         wire::send(self.socket.as_fd(), &Answer::Leased(about), Some(file.as_fd())).expect("sent");
         fstat(&file).expect("open").st_ino
     }
@@ -221,7 +217,7 @@ fn a_call_that_comes_no_more_costs_nothing() {
         let lent = daemon.lends(1);
         assert_eq!((calls_second.1.recv_timeout(END), second.inode()), (Ok(Ok(())), lent));
         let (answers, sized) = channel();
-        program.0.send((third.0.as_raw_fd(), 3 * PAGE.bytes(), answers)).expect("it runs");
+        program.0.send((third.0.as_raw_fd(), 3 * BYTES, answers)).expect("it runs");
         let lent = daemon.lends(3);
         assert_eq!((sized.recv_timeout(END), third.inode()), (Ok(Ok(())), lent));
     });

@@ -309,7 +309,17 @@ pub fn with_pool<I: Inject, R>(
     inject: I,
     test: impl FnOnce(&Machine<'_, I>, HugePool<'_>, CpuCx<'_, Threads>) -> R,
 ) -> R {
-    machine(shape, inject, |m| test(m, m.pool_memory(PageSize::Size2M).pool(), m.threads.cx()))
+    with_pool_of(PageSize::Size2M, shape, inject, test)
+}
+
+/// The same of pages of either size.
+pub fn with_pool_of<I: Inject, R>(
+    size: PageSize,
+    shape: &Shape,
+    inject: I,
+    test: impl FnOnce(&Machine<'_, I>, HugePool<'_>, CpuCx<'_, Threads>) -> R,
+) -> R {
+    machine(shape, inject, |m| test(m, m.pool_memory(size).pool(), m.threads.cx()))
 }
 
 /// [`machine`] with empty pools of 1 GiB and 2 MiB pages.
@@ -405,6 +415,11 @@ impl<I: Inject> Machine<'_, I> {
             groups: (0..groups).map(|_| Group::default()).collect(),
             nodes: vec![HugePageCounts::default(); self.nodes],
         }
+    }
+
+    /// Areas whose descriptors nobody can give back.
+    pub fn undescribed(&self) -> Vec<PoolArena> {
+        self.areas.iter().map(|area| PoolArena::new(area.extent(), area.node())).collect()
     }
 
     /// Brings a pool to a size, on this CPU.

@@ -29,7 +29,7 @@ use hugemm_paging::{EditLock, Keep, PageFormat, TlbCpu, TlbShootdown};
 use hugemm_threads::{Memory, Watchdog};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Notifier, Parts, Pools, Setup, Vm, VmError, VmaKind};
 pub use metered::Metered;
-pub use pages::AT;
+pub use pages::{AT, SMALL, Shown};
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -303,7 +303,7 @@ pub fn as_first<F: PageFormat, const AWAY: bool>(
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>, &mut Cx<'_, 'h>),
 ) {
     with_format(mib, cpus, seed, &no_faults(), |rig: &Rig<'_, F, AWAY>| {
-        rig.mmu.as_cpu(CpuId::new(0), |cx| test(rig, cx));
+        rig.on(0, |cx| test(rig, cx));
     });
 }
 
@@ -394,6 +394,11 @@ fn run<F: PageFormat, const AWAY: bool>(
 }
 
 impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
+    /// Does something as a CPU.
+    pub fn on<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
+        self.mmu.as_cpu(CpuId::new(cpu), f)
+    }
+
     /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
     pub fn store(
         &self,
@@ -460,8 +465,8 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
 
     /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
-        let serve = || self.mmu.as_cpu(CpuId::new(cpu), |cx| self.vm.shootdown().handle_ipi(cx));
-        self.crew.work(&serve, || self.mmu.as_cpu(CpuId::new(cpu), f))
+        let serve = || self.on(cpu, |cx| self.vm.shootdown().handle_ipi(cx));
+        self.crew.work(&serve, || self.on(cpu, f))
     }
 
     /// CPU 0 does `work`. Before its first flush something happens `meanwhile`, and CPU 2 begins with `other`, which may have to wait until
@@ -490,7 +495,7 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
                     std::thread::yield_now();
                 }
             };
-            self.mmu.as_cpu(CpuId::new(0), |cx| before_flush(&first, || work(cx)));
+            self.on(0, |cx| before_flush(&first, || work(cx)));
             other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
