@@ -49,7 +49,8 @@ impl SourceError {
     pub const SHORT: SourceError = SourceError(u32::MAX);
 }
 
-/// Where the pages of an object come from: a file, a block device, another machine.
+/// Where the pages of an object come from: a file, a block device, another machine. It is lent for as long as the manager lives
+/// ([`open_source`](Vm::open_source)); one that has lost what it is over fails from then on, and what was read of it stays.
 ///
 /// All methods may be called by several tasks at once, `fill` mostly for different pages; one at a time writes back. None is called with
 /// anything locked, so they may sleep where the platform says so, allocate, fault, and use the manager, but for what waits for the pages
@@ -201,10 +202,26 @@ impl<S: Setup> Index<S> {
 }
 
 impl<'m, S: Setup> Vm<'m, S> {
-    /// A shared object over a source, the only one, as long as that is now, which may be empty, of 4 KiB pages; none has been read yet. Areas that show it
-    /// ([`Shared`](crate::Backing::Shared)) are the source's pages; those that [copy](crate::Backing::Copied) it have their own. When the
-    /// last of them and the handle are gone, what is dirty is written back; what fails then is lost, so [`sync`](Vm::sync) before. Two
-    /// allocations.
+    /// A shared object over a source, the only one, as long as that is now, which may be empty, of 4 KiB pages; none has been read yet. Areas
+    /// that show it ([`Shared`](crate::Backing::Shared)) are the source's pages; those that [copy](crate::Backing::Copied) it have their own.
+    /// When the last of them and the handle are gone, what is dirty is written back; what fails then is lost, so [`sync`](Vm::sync) before.
+    /// Two allocations.
+    ///
+    /// Areas keep the object, and reclaim may write its pages back at any time, so the source stays as long as the manager:
+    ///
+    /// ```
+    /// # use hugemm_vm::{Cx, PageSource, Setup, Vm};
+    /// # fn any<'m, S: Setup + 'm, F: PageSource<S> + 'm>(vm: &Vm<'m, S>, cx: &mut Cx<'_, S>, file: &'m F) {
+    /// let _object = vm.open_source(cx, file);
+    /// # }
+    /// ```
+    ///
+    /// ```compile_fail,E0597
+    /// # use hugemm_vm::{Cx, PageSource, Setup, Vm};
+    /// # fn any<'m, S: Setup + 'm, F: PageSource<S> + 'm>(vm: &Vm<'m, S>, cx: &mut Cx<'_, S>, file: F) {
+    /// let _object = vm.open_source(cx, &file); // error: `file` does not live long enough
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
 //! Kernel areas taken and freed in the ways of Linux's `test_vmalloc`, by its names; and many areas of one size freed, with one flush for
-//! all that wait and pages as ranges, beside a flush for each area and page by page.
+//! all that wait and pages as ranges, beside page by page, with as few flushes and with one for each area.
 //!
 //! Nothing touches the memory, unless that is asked for: what is measured is addresses, blocks, tables and flushes.
 
@@ -95,6 +95,8 @@ named! {
     Way {
         /// One flush for all that wait; pages as ranges.
         Batched = "batched",
+        /// One flush for all that are held; page by page.
+        OneFlush = "page by page, one flush",
         /// A flush for each area; page by page.
         EachPage = "page by page",
     }
@@ -240,8 +242,8 @@ where
         looped
     }
 
-    /// Takes an area of `bytes` for each place of `held` and frees all of them, which alone is timed, until about `areas` are freed.
-    /// `pages` has an extent for each of their pages.
+    /// Takes an area of `bytes` for each place of `held` and frees all of them, until about `areas` are freed. Freeing is timed, and of taking
+    /// what gave freed ones back. `pages` has an extent for each of their pages.
     ///
     /// # Errors
     ///
@@ -256,25 +258,27 @@ where
     ) -> Result<Freed, KvaError> {
         self.kva.flush(cx);
         let (flushes, mut freed) = ((self.flushes)(), Freed::default());
+        let each = (bytes / PAGE_BYTES) as usize;
         while freed.areas < areas {
-            self.take_to_free(cx, bytes, way, held, pages)?;
-            let each = (bytes / PAGE_BYTES) as usize;
+            match way {
+                Way::Batched => freed.nanos += self.take_batched(cx, bytes, held)?,
+                Way::OneFlush | Way::EachPage => self.take_pages(cx, bytes, held, pages)?,
+            }
             let start = cx.platform().now_ns();
             for (place, pages) in held.iter_mut().zip(pages.chunks(each)) {
                 let Some(area) = place.take() else { continue };
                 self.kva.free(cx, area).map_err(|(error, _)| error)?;
                 if way == Way::EachPage {
                     self.kva.flush(cx);
-                    for page in pages {
-                        // SAFETY: taken as a block of order 0; nothing maps it since the flush.
-                        let page = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Unmovable) };
-                        self.frames.free(cx, page);
-                    }
+                    self.free_pages(cx, pages);
                 }
             }
             freed.areas += held.len() as u64;
-            if freed.areas >= areas {
+            if freed.areas >= areas || way == Way::OneFlush {
                 self.kva.flush(cx);
+            }
+            if way == Way::OneFlush {
+                self.free_pages(cx, &pages[..held.len() * each]);
             }
             freed.nanos += cx.platform().now_ns().saturating_sub(start);
         }
@@ -282,27 +286,44 @@ where
         Ok(freed)
     }
 
-    fn take_to_free(
+    /// Takes areas; how long it took to take those that waited for a flush.
+    fn take_batched(&self, cx: &mut Cx<'_, S>, bytes: u64, held: &mut [Option<Area>]) -> Result<u64, KvaError> {
+        let mut nanos = 0;
+        for place in held {
+            let (flushes, start) = ((self.flushes)(), cx.platform().now_ns());
+            *place = Some(self.kva.alloc(cx, Request::new(bytes, "freed"))?);
+            if (self.flushes)() != flushes {
+                nanos += cx.platform().now_ns().saturating_sub(start);
+            }
+        }
+        Ok(nanos)
+    }
+
+    /// Takes pages one by one, and areas that map them. Nothing waits for a flush.
+    fn take_pages(
         &self,
         cx: &mut Cx<'_, S>,
         bytes: u64,
-        way: Way,
         held: &mut [Option<Area>],
         pages: &mut [Extent],
     ) -> Result<(), KvaError> {
-        let request = Request::new(bytes, "freed");
-        if way == Way::Batched {
-            return self.take_all(cx, request, held);
-        }
         for (place, pages) in held.iter_mut().zip(pages.chunks_mut((bytes / PAGE_BYTES) as usize)) {
             for page in pages.iter_mut() {
                 let frame = self.frames.alloc(cx, AllocRequest::order(Order::ZERO));
                 *page = frame.map_err(|_| KvaError::NoMemory)?.into_dirty().into_extent();
             }
             // SAFETY: this benchmark's, which frees them when the area has been flushed; memory.
-            *place = Some(unsafe { self.kva.map_pages(cx, pages, request) }?);
+            *place = Some(unsafe { self.kva.map_pages(cx, pages, Request::new(bytes, "freed")) }?);
         }
         Ok(())
+    }
+
+    fn free_pages(&self, cx: &mut Cx<'_, S>, pages: &[Extent]) {
+        for page in pages {
+            // SAFETY: taken as a block of order 0; nothing maps it since the flush.
+            let page = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Unmovable) };
+            self.frames.free(cx, page);
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::{Heap, at, extent, span};
 use crate::{DATA, GIB, SMALL, Tables};
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{Aarch64, Change, Editing, Flags, Lookup, Mapping, NoTable, TableContent, TableMemory, X86_64};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -181,10 +181,12 @@ fn of_several_mappers_of_one_page_one_wins() {
     assert_eq!(won, pages);
 }
 
-/// No dirty bit is lost however a write falls between edits: each page is written once while its flags are changed over
-/// and over, and is dirty in the end if and only if that write went through.
-#[test]
-fn hardware_bits_survive_edits_of_live_entries() {
+/// Where pages go.
+const AWAY: u64 = 1 << 20;
+
+/// No dirty bit is lost however a write falls between edits: each page is written once, wherever it is, while it is edited over and over,
+/// and is dirty in the end if and only if that write went through.
+fn no_write_is_lost(edit: impl Fn(&Tables<X86_64>, VirtRange)) {
     const PAGES: u64 = 256;
     let table = Tables::<X86_64>::new();
     for _ in 0..if cfg!(miri) { 1 } else { 200 } {
@@ -193,19 +195,13 @@ fn hardware_bits_survive_edits_of_live_entries() {
         let _watched = hugemm_threads::Watchdog::new();
         let written = std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
-                let write = |page| table.access(page, true).is_some();
+                let write = |page| table.access(page, true).or_else(|| table.access(AWAY + page, true)).is_some();
                 let written: Vec<bool> = (0..PAGES).map(write).collect();
                 done.store(true, Ordering::Relaxed);
                 written
             });
             while !done.load(Ordering::Relaxed) {
-                for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
-                    let change = Change { set, clear };
-                    let stale = table.exclusive().protect(span(0, PAGES), change, Editing::LIVE);
-                    assert!(stale.expect("in bounds").entries() <= PAGES);
-                    table.shared().test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
-                    table.exclusive().test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
-                }
+                edit(&table, span(0, PAGES));
             }
             writer.join().expect("the writer")
         });
@@ -215,4 +211,26 @@ fn hardware_bits_survive_edits_of_live_entries() {
             }
         }
     }
+}
+
+#[test]
+fn hardware_bits_survive_edits_of_live_entries() {
+    no_write_is_lost(|table, pages| {
+        for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
+            let stale = table.exclusive().protect(pages, Change { set, clear }, Editing::LIVE);
+            assert!(stale.expect("in bounds").entries() <= pages.pages());
+            table.shared().test_and_clear_young(pages, |_| ()).expect("in bounds");
+            table.exclusive().test_and_clear_young(pages, |_| ()).expect("in bounds");
+        }
+    });
+}
+
+#[test]
+fn hardware_bits_survive_moves_of_live_entries() {
+    no_write_is_lost(|table, pages| {
+        let away = span(AWAY, pages.pages());
+        for (from, to) in [(pages, away), (away, pages)] {
+            let _ = table.exclusive().relocate(from, to.start(), Editing::LIVE).expect("moved");
+        }
+    });
 }

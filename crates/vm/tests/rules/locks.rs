@@ -107,6 +107,7 @@ fn what_cannot_be_is_refused() {
         let beyond = span(1 << 47, 0x1000);
         assert_eq!(rig.vm.lock(cx, &space, beyond, 100), Err(VmError::OutOfBounds { at: beyond.start() }));
         assert_eq!(rig.vm.unlock(cx, &space, beyond), Err(VmError::OutOfBounds { at: beyond.start() }));
+        assert_eq!(rig.vm.usage(cx, &space, beyond), Err(VmError::OutOfBounds { at: beyond.start() }));
         rig.vm.lock(cx, &space, span(AT + 0x8000, 0x1000), 1).expect("what is only read too");
         assert_eq!(
             rig.vm.discard(cx, &space, span(AT + 0x8000, 0x1000), Discard::Now),

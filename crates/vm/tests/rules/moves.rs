@@ -7,7 +7,7 @@ use crate::support::{
 use hugemm_base::{Cpu, CpuId, Never, Order, PageSize, VirtAddr, with};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, PageFormat};
-use hugemm_vm::{Access, AddressSpace, Backing, Protection, Usage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Discard, Protection, Usage, VmError, VmaKind};
 
 const LARGE: VmaKind = VmaKind::private(PageSize::Size2M);
 /// Where nothing is.
@@ -127,6 +127,27 @@ fn kept<F: PageFormat>(distance: u64) {
             assert_eq!(rig.load(cx, &space, there + 0x5000), Ok(6));
         });
         assert!(rig.mmu.store(CpuId::new(1), VirtAddr::new(AT + 0x5000), 9).is_err());
+        rig.end_for_both(space);
+    });
+}
+
+/// Pages that are given up, one of which is stored to by a CPU that nobody hears of: only what says so of it keeps the store.
+fn given_up<F: PageFormat>(distance: u64) {
+    with_format::<F, true>(32, 2, 5, &no_faults(), |rig| {
+        let space = rig.filled_for_both(PageSize::Size4K, 4);
+        let there = THERE + distance;
+        // Only the test stores.
+        [0, 1].into_iter().for_each(|cpu| rig.mmu.pause(CpuId::new(cpu), true));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            assert_eq!(rig.vm.discard(cx, &space, span(AT, 0x3000), Discard::WhenShort), Ok(0));
+        });
+        rig.mmu.as_cpu(CpuId::new(1), |cx| rig.store(cx, &space, AT + 0x1000, 22).expect("memory"));
+        rig.mmu.as_cpu(CpuId::new(0), |cx| {
+            rig.vm.move_to(cx, &space, span(AT, 0x4000), span(there, 0x4000)).expect("nothing is there");
+            let pages = [0, 0x1000, 0x2000, 0x3000].map(|page| there + page);
+            pages.into_iter().for_each(|at| rig.page_out(cx, &space, at));
+            assert_eq!(pages.map(|at| rig.load(cx, &space, at).expect("memory")), [0, 22, 0, 4]);
+        });
         rig.end_for_both(space);
     });
 }
@@ -385,6 +406,7 @@ fn read_only<F: PageFormat>() {
 on_both_formats! {
     /// Pages in swap, pages that a fork shares and pages that are pinned stay what they are.
     fn what_is_known_of_pages_goes_along: kept (each [0, 0x3000]);
+    fn what_was_stored_since_it_was_given_up_goes_along: given_up (each [0, 0x3000]);
     /// A page that reclaim is just taking comes back where it would be now, and nobody reaches it where it was.
     fn a_page_that_moves_is_found_at_the_new_place: moving (stale);
     fn ranges_become_longer_and_shorter: longer_and_shorter (each [PageSize::Size4K, PageSize::Size2M]);

@@ -564,6 +564,33 @@ fn failing<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
     }
 }
 
+fn lost<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(32 << 12);
+    let (object, space) = enter(rig, cx, file);
+    rig.vm.map(cx, &space, span(THERE, 32 << 12), SMALL, Backing::Copied(&object, 0)).expect("an area");
+    rig.store(cx, &space, AT, 1).expect("memory");
+    rig.store(cx, &space, THERE, 2).expect("memory");
+    file.fails(7);
+    let gone = |at: u64| VmError::Source { at: VirtAddr::new(at), code: 7 };
+    let (absent, absent_there) = (AT + (20 << 12), THERE + (20 << 12));
+    for _ in 0..2 {
+        assert_eq!(rig.load(cx, &space, absent), Err(gone(absent)));
+        assert_eq!(rig.store(cx, &space, absent_there, 3), Err(gone(absent_there)));
+        let read = rig.vm.read(cx, &space, VirtAddr::new(AT + (15 << 12)), &mut vec![0; 2 << 12]);
+        let stopped = read.expect_err("a page is not there");
+        assert_eq!((stopped.done, stopped.cause), (1 << 12, gone(AT + (16 << 12))));
+        // What was read before is there, for stores too, and what is dirty stays.
+        assert_eq!(rig.load(cx, &space, AT + (5 << 12)), Ok(5 << 12));
+        rig.store(cx, &space, AT + 8, 4).expect("memory");
+        assert_eq!(rig.vm.sync(cx, &object, 0, 32), Err(gone(0)));
+        assert_eq!(drops(rig, cx, &space, AT), Err(VmError::NotWritten));
+        assert_eq!([AT, AT + 8, THERE].map(|at| rig.load(cx, &space, at)), [Ok(1), Ok(4), Ok(2)]);
+    }
+    assert_eq!(file.word(0), 0, "nothing was written");
+    end(rig, cx, (object, space));
+    assert_eq!(file.closed.load(Ordering::Relaxed), 1);
+}
+
 fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
     let file = File::new(0);
     let object = rig.vm.open_source(cx, file).expect("memory");
@@ -660,4 +687,6 @@ on_both_formats! {
     fn runs_that_lie_near_each_other_cost_one_flush: scattered (first);
     /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
     fn a_source_that_fails_says_why: failing (first);
+    /// And so does one that has lost what it is over while that is mapped: what is there stays, and all of it ends.
+    fn a_source_that_is_lost_says_so: lost (first);
 }

@@ -1,6 +1,8 @@
 //! The documentation says what is so: links lead somewhere, commands and their options exist, and what the checklist names
 //! is there.
 
+use crate::support::rows;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -300,4 +302,65 @@ fn the_checklist_names_what_is_there() {
             assert!(rows.iter().any(|(name, _)| name.split([',', ' ']).any(|one| one == row)), "no row {row}");
         }
     }
+}
+
+/// A saved run.
+fn saved(name: &str) -> Value {
+    let text = fs::read_to_string(root().join("docs/results").join(name)).expect("readable");
+    serde_json::from_str(&text).expect("a document")
+}
+
+/// As the tables have it: three digits, or all of a whole number.
+fn figure(value: f64) -> String {
+    match value {
+        ..9.95 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+/// The tables of kernel areas are those of the saved runs, by whose commands they were made.
+#[test]
+fn figures_of_kernel_areas_are_of_saved_runs() {
+    let page = fs::read_to_string(root().join("docs/kva.md")).expect("readable");
+    let runs = ["vmalloc", "vmalloc-x86-64", "vmalloc-arm64"].map(|name| saved(&format!("{name}.json")));
+    let value = |run: &Value, metric: &str, labels: &[(&str, &Value)]| {
+        let is = |row: &&&Value| labels.iter().all(|(name, value)| row[*name] == **value);
+        let rows = rows(run, metric);
+        rows.iter().find(is).and_then(|row| row["value"].as_f64()).expect("a figure")
+    };
+    let mut lines = Vec::new();
+    for row in rows(&runs[1], "bench.vmalloc.pair") {
+        let test = &row["test"];
+        let of = |run: &Value, metric: &str| value(run, metric, &[("test", test)]);
+        let [host, here, arm] = [0, 1, 2].map(|run| of(&runs[run], "bench.vmalloc.pair"));
+        let (flushes, rounds) = (of(&runs[1], "bench.vmalloc.flushes"), of(&runs[1], "bench.vmalloc.lock_rounds"));
+        let name = match test.as_str() {
+            Some("area_512k") => "512 KiB".to_owned(),
+            Some("area_16m") => "16 MiB".to_owned(),
+            name => format!("`{}`", name.expect("a name")),
+        };
+        lines.push(format!("|{name}|{host:.0}|{here:.0}|{arm:.0}|{flushes:.2}|{rounds:.2}|"));
+    }
+    for (name, bytes) in [("512 KiB", 512_u64 << 10), ("2 MiB", 2 << 20), ("16 MiB", 16 << 20)] {
+        let sides = ["batched", "page by page, one flush", "page by page"].map(Value::from);
+        let bytes = Value::from(bytes);
+        let rates = runs.each_ref().map(|run| {
+            let of = |side| value(run, "bench.vmalloc.freed", &[("bytes", &bytes), ("side", side)]) / 1000.0;
+            sides.each_ref().map(of)
+        });
+        let [host, here, arm] = rates.map(|rates| rates.map(figure).join("; "));
+        let times = rates[0][0] / rates[0][1].max(rates[0][2]);
+        let labels: [(&str, &Value); 2] = [("bytes", &bytes), ("side", &sides[0])];
+        let flushes = value(&runs[1], "bench.vmalloc.free_flushes", &labels);
+        lines.push(format!("|{name}|{host}|{} ×|{here}|{arm}|{}|", figure(times), figure(flushes)));
+    }
+    // Where it was saved, and the other architecture, the page need not say.
+    let command = |run: &Value| {
+        let command = run["command"].as_str().unwrap_or_default().replace("--arch arm64 ", "");
+        let words: Vec<&str> = command.split(' ').filter(|word| !word.starts_with("--json")).collect();
+        format!("`hugemm {}`", words.join(" "))
+    };
+    lines.extend(runs.iter().map(command));
+    lines.retain(|line| !page.contains(line));
+    assert!(lines.is_empty(), "docs/kva.md has not:\n{}", lines.join("\n"));
 }
