@@ -10,7 +10,7 @@ mod stayed;
 use crate::class::{HALF, SHAPES, Source};
 use crate::misuse::{self, CHECKED, MARKED, Misuse};
 use crate::per_cpu::{Found, LOOKS, OwnCpu, PerCpu, Trimming};
-use crate::slab::Slab;
+use crate::slab::{Link, Slab};
 use core::alloc::Layout;
 use core::fmt;
 use core::ptr::NonNull;
@@ -610,7 +610,7 @@ impl<'m, E: Env> Heap<'m, E> {
         let slab = unsafe { Slab::at(start) };
         let owner = slab.owner();
         // SAFETY: the caller's piece, until it is pushed.
-        if slab.remote().push(offset, |next| unsafe { slab.link(offset, next) })
+        if slab.remote().push(offset, |next| unsafe { slab.link(offset, Link::to(next)) })
             && let Some(cpu) = self.cpus.get(owner as usize)
         {
             cpu.woken.push(slab.address() as u64, |next| slab.set_woken_next(next));

@@ -54,13 +54,14 @@ struct List {
     last: *mut Header,
     /// Slabs on the list.
     len: u32,
-    /// Whether an empty slab is on the list, to be kept.
-    keeps: bool,
 }
 
+// What is beside it finds a class's list by a short multiplication, with the feature `hardened` too.
+#[cfg(all(not(loom), target_pointer_width = "64"))]
+const _: () = assert!(size_of::<List>() == 40 && CLASSES <= u32::BITS as usize);
+
 impl List {
-    const EMPTY: List =
-        List { current: null_mut(), pieces: Pieces::NONE, first: null_mut(), last: null_mut(), len: 0, keeps: false };
+    const EMPTY: List = List { current: null_mut(), pieces: Pieces::NONE, first: null_mut(), last: null_mut(), len: 0 };
 }
 
 /// One CPU's.
@@ -78,6 +79,8 @@ struct Own {
     awake: Cell<u64>,
     /// The class whose list is looked at next.
     looked: Cell<u8>,
+    /// Of which classes an empty slab is on the list, to be kept: a bit each.
+    keeps: Cell<u32>,
     /// Pages taken from the manager less those given back.
     pages: CpuCounter,
 }
@@ -88,7 +91,8 @@ unsafe impl Sync for PerCpu {}
 impl PerCpu {
     pub(crate) fn new() -> Self {
         let lists = UnsafeCell::new([const { List::EMPTY }; CLASSES]);
-        let own = Own { lists, awake: Cell::new(0), looked: Cell::new(0), pages: CpuCounter::default() };
+        let own =
+            Own { lists, awake: Cell::new(0), looked: Cell::new(0), keeps: Cell::new(0), pages: CpuCounter::default() };
         PerCpu { woken: Woken::new(AtomicU64::new(0)), own }
     }
 
@@ -218,22 +222,19 @@ impl OwnCpu<'_> {
                 None => (*list).last = prev,
             }
             (*list).len -= 1;
-            if slab.kept() {
-                slab.set_kept(false);
-                (*list).keeps = false;
-            }
+        }
+        if slab.kept() {
+            slab.set_kept(false);
+            self.0.own.keeps.set(self.0.own.keeps.get() & !(1 << slab.class()));
         }
     }
 
     /// Whether an empty slab on the list is the one to be kept: it is, or it becomes it.
     fn keeps(self, slab: OwnSlab) -> bool {
-        let list = self.list(slab.class());
-        // SAFETY: pinned.
-        unsafe {
-            if !(*list).keeps {
-                (*list).keeps = true;
-                slab.set_kept(true);
-            }
+        let (keeps, own) = (self.0.own.keeps.get(), 1 << slab.class());
+        if keeps & own == 0 {
+            self.0.own.keeps.set(keeps | own);
+            slab.set_kept(true);
         }
         slab.kept()
     }

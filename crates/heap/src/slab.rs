@@ -28,23 +28,43 @@ pub(crate) enum Place {
     Full,
 }
 
+/// Offset of a free piece, 0 for none, as the free piece in front of it holds it: with its mark, so that one store writes both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Link {
+    offset: u32,
+    /// Never changes.
+    #[cfg(feature = "hardened")]
+    mark: u32,
+}
+
+impl Link {
+    pub(crate) const fn to(offset: u32) -> Self {
+        Link {
+            offset,
+            #[cfg(feature = "hardened")]
+            mark: mark(0),
+        }
+    }
+}
+
 /// Which pieces of a slab are free, and how many are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pieces {
-    /// Offset of the first free piece; 0 for none.
-    free: u32,
+    /// The first free piece.
+    free: Link,
     /// Pieces that are not free, those included that others have freed and the owner has not taken.
     used: u32,
 }
 
 impl Pieces {
     /// None is free, and none is used.
-    pub(crate) const NONE: Pieces = Pieces { free: 0, used: 0 };
+    pub(crate) const NONE: Pieces = Pieces { free: Link::to(0), used: 0 };
 
     /// Offset of the piece that is taken next; 0 for none.
     #[inline]
     pub(crate) fn next(&self) -> u32 {
-        self.free
+        self.free.offset
     }
 
     /// Takes a free piece.
@@ -54,13 +74,13 @@ impl Pieces {
     /// They are the slab's with this header; if there are none, it may be null.
     #[inline]
     pub(crate) unsafe fn pop(&mut self, slab: *mut Header) -> Option<NonNull<u8>> {
-        if self.free == 0 {
+        if self.free.offset == 0 {
             return None;
         }
         // SAFETY: a free piece of the slab, which holds its link, written by `link`.
         unsafe {
-            let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free);
-            self.free = piece.cast::<u32>().read();
+            let piece = Slab(NonNull::new_unchecked(slab)).piece(self.free.offset);
+            self.free.offset = piece.cast::<u32>().read();
             if MARKED {
                 piece.cast::<u32>().add(1).write(0);
             }
@@ -79,8 +99,8 @@ impl Pieces {
         let before = self.free;
         // SAFETY: the slab is there, and the piece is the caller's.
         unsafe { Slab(NonNull::new_unchecked(slab)).link(offset, before) };
-        (self.free, self.used) = (offset, self.used.wrapping_sub(1));
-        before == 0 || self.used == 0
+        (self.free.offset, self.used) = (offset, self.used.wrapping_sub(1));
+        before.offset == 0 || self.used == 0
     }
 }
 
@@ -231,19 +251,19 @@ impl Slab {
         self.shared().pairs.load(Ordering::Relaxed) & pair(offset) != 0
     }
 
-    /// Links a free piece: `next` is the offset of what follows it. It is [`MARKED`] as free.
+    /// Links a free piece in front of `next`. It is [`MARKED`] as free.
     ///
     /// # Safety
     ///
     /// `offset` is that of a piece that is free and in the caller's hands.
     #[inline]
-    pub(crate) unsafe fn link(self, offset: u32, next: u32) {
+    pub(crate) unsafe fn link(self, offset: u32, next: Link) {
         // SAFETY: pieces have 8 bytes at least, at a multiple of 8.
         unsafe {
-            let words = self.piece(offset).cast::<u32>();
-            words.write(next);
-            if MARKED {
-                words.add(1).write(mark(offset));
+            let piece = self.piece(offset);
+            piece.cast::<Link>().write(next);
+            if CHECKED {
+                piece.cast::<u32>().add(1).write(mark(offset));
             }
         }
     }
@@ -352,11 +372,8 @@ impl OwnSlab {
     /// `offset` is that of a piece that is in use, and whose user is the caller. Allocations do not come from the slab.
     #[inline]
     pub(crate) unsafe fn push(self, offset: u32) -> bool {
-        let mut pieces = self.pieces();
-        // SAFETY: the caller's promise.
-        let told = unsafe { pieces.push(self.as_link(), offset) };
-        self.set_pieces(pieces);
-        told
+        // SAFETY: the caller's promise; the owner's line, which only the owner uses, under its pin.
+        unsafe { (*self.as_link()).own.pieces.push(self.as_link(), offset) }
     }
 
     /// Finds free pieces for a slab that has run out: what others have freed, or what was never used. Whether there are any.
@@ -364,7 +381,7 @@ impl OwnSlab {
     pub(crate) fn replenish(self) -> bool {
         let used = self.pieces().used;
         if let Some((first, count)) = self.0.remote().take() {
-            self.set_pieces(Pieces { free: first, used: used.wrapping_sub(count) });
+            self.set_pieces(Pieces { free: Link::to(first), used: used.wrapping_sub(count) });
             return true;
         }
         let (shape, fresh) = (self.shape(), self.fresh());
@@ -373,11 +390,11 @@ impl OwnSlab {
         while offset < end {
             let next = offset + shape.piece;
             // SAFETY: a piece that was never used, in the owner's hands.
-            unsafe { self.0.link(offset, if next < end { next } else { 0 }) };
+            unsafe { self.0.link(offset, Link::to(if next < end { next } else { 0 })) };
             offset = next;
         }
         self.set_fresh(end);
-        self.set_pieces(Pieces { free: if fresh < end { fresh } else { 0 }, used });
+        self.set_pieces(Pieces { free: Link::to(if fresh < end { fresh } else { 0 }), used });
         fresh < end
     }
 
@@ -443,7 +460,7 @@ mod tests {
         // The second few begin where the first end, and there are no more than there is room for.
         assert_eq!(slab.fresh(), slab.shape().end.min(touched as u32 + FRESH * 128));
         while pop(slab).is_some() || slab.replenish() {}
-        assert_eq!(slab.pieces(), Pieces { free: 0, used: (4096 - 128) / 128 });
+        assert_eq!(slab.pieces(), Pieces { free: Link::to(0), used: (4096 - 128) / 128 });
 
         let mut block = Block([0xaa; 4096]);
         assert!(self::slab(&mut block).replenish());
@@ -456,9 +473,9 @@ mod tests {
         let mut block = Block([0; 4096]);
         let own = slab(&mut block);
         let offset = own.shape().first;
-        own.set_pieces(Pieces { free: 0, used: 1 });
+        own.set_pieces(Pieces { free: Link::to(0), used: 1 });
         // SAFETY: nobody has the piece.
-        assert!(!own.slab().remote().push(offset, |next| unsafe { own.slab().link(offset, next) }));
+        assert!(!own.slab().remote().push(offset, |next| unsafe { own.slab().link(offset, Link::to(next)) }));
         assert!(!own.put_aside() && !own.armed());
         assert!(own.replenish() && pop(own).is_some());
         assert!(own.put_aside() && own.armed() && own.place() == Place::Full);

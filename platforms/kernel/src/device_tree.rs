@@ -3,8 +3,9 @@
 //! Source: Devicetree Specification, release 0.4; the bindings of `arm,psci`, `arm,gic-v3` and `arm,pl011`.
 
 use crate::MAX_CPUS;
-use crate::memory_map::MemoryMap;
+use crate::memory_map::{MapError, MemoryMap};
 use crate::pvh::Entry;
+use core::fmt;
 use dtoolkit::fdt::{Fdt, FdtNode};
 use dtoolkit::{Node, Property};
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
@@ -24,7 +25,43 @@ const NO_MEMORY: &str = "the device tree names no memory";
 const NO_PSCI: &str = "the device tree names no PSCI firmware, which starts CPUs and switches the machine off";
 const NO_GIC: &str = "the device tree names no GICv3; boot with -machine virt,gic-version=3";
 const NO_CONSOLE: &str = "the device tree names no PL011 serial port";
-const TOO_MANY_CPUS: &str = "the machine has more CPUs than its interrupt controller; use fewer --cpus";
+
+/// Why a machine cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceTreeError {
+    /// There is no tree, it is broken, or something that the kernel cannot do without is not in it.
+    Unusable(&'static str),
+    /// Its memory cannot be described.
+    Map(MapError),
+    /// The interrupt controller has fewer CPUs than the machine.
+    TooManyCpus {
+        /// CPUs that the machine has.
+        cpus: u32,
+        /// Those that the interrupt controller has.
+        interruptible: u64,
+    },
+}
+
+impl fmt::Display for DeviceTreeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceTreeError::Unusable(why) => f.write_str(why),
+            DeviceTreeError::Map(error) => error.fmt(f),
+            DeviceTreeError::TooManyCpus { cpus, interruptible } => write!(
+                f,
+                "the machine has {cpus} CPUs and its interrupt controller {interruptible}; use --cpus {interruptible} or less"
+            ),
+        }
+    }
+}
+
+impl core::error::Error for DeviceTreeError {}
+
+impl From<&'static str> for DeviceTreeError {
+    fn from(why: &'static str) -> Self {
+        DeviceTreeError::Unusable(why)
+    }
+}
 
 /// What is used of a machine.
 #[derive(Clone, Debug)]
@@ -53,8 +90,8 @@ impl<'a> Board<'a> {
     ///
     /// # Errors
     ///
-    /// There is none, it is broken, or something that the kernel cannot do without is not in it.
-    pub fn read(bytes: &'a [u8]) -> Result<Self, &'static str> {
+    /// All that [`DeviceTreeError`] says.
+    pub fn read(bytes: &'a [u8]) -> Result<Self, DeviceTreeError> {
         let tree = tree(bytes)?;
         let console = compatible(tree, &["arm,pl011"]).and_then(|node| registers(node).next());
         let console = console.ok_or(NO_CONSOLE)?;
@@ -62,12 +99,11 @@ impl<'a> Board<'a> {
         let gic = compatible(tree, &["arm,gic-v3"]).ok_or(NO_GIC)?;
         let mut parts = registers(gic);
         let (Some(distributor), Some(redistributors)) = (parts.next(), parts.next()) else {
-            return Err(NO_GIC);
+            return Err(NO_GIC.into());
         };
-        let map =
-            MemoryMap::new(memory(tree).chain(reserved(tree))).map_err(|_| "the memory map has too many pieces")?;
+        let map = MemoryMap::new(memory(tree).chain(reserved(tree))).map_err(DeviceTreeError::Map)?;
         if map.pages() == 0 {
-            return Err(NO_MEMORY);
+            return Err(NO_MEMORY.into());
         }
         let (mut cpus, mut present) = ([0; MAX_CPUS as usize], 0);
         for id in cpu_ids(tree) {
@@ -79,8 +115,9 @@ impl<'a> Board<'a> {
         let chosen = tree.find_node("/chosen").and_then(|node| node.property("bootargs"));
         let command_line = chosen.and_then(|line| line.value_as().ok()).unwrap_or("");
         let board = Board { map, cpus, present, console, distributor, redistributors, command_line };
-        if u64::from(present) > redistributors.bytes() / REDISTRIBUTOR {
-            return Err(TOO_MANY_CPUS);
+        let interruptible = redistributors.bytes() / REDISTRIBUTOR;
+        if u64::from(present) > interruptible {
+            return Err(DeviceTreeError::TooManyCpus { cpus: present, interruptible });
         }
         Ok(board)
     }
@@ -175,6 +212,7 @@ fn cpu_ids<'a>(tree: Fdt<'a>) -> impl Iterator<Item = u64> + 'a {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory_map::MOST;
     use dtoolkit::ToPropertyValue;
     use dtoolkit::model::{DeviceTree, DeviceTreeNode, DeviceTreeProperty};
 
@@ -255,14 +293,24 @@ mod tests {
             let bytes = tree.to_dtb();
             Board::read(&bytes).map(|board| board.present).expect_err(name)
         };
-        assert_eq!(without("memory@40000000"), NO_MEMORY);
-        assert_eq!(without("psci"), NO_PSCI);
-        assert_eq!(without("intc@8000000"), NO_GIC);
-        assert_eq!(without("pl011@9000000"), NO_CONSOLE);
-        assert_eq!(Board::read(&[0; 64]).map(|_| ()), Err(NO_TREE));
+        assert_eq!(without("memory@40000000"), NO_MEMORY.into());
+        assert_eq!(without("psci"), NO_PSCI.into());
+        assert_eq!(without("intc@8000000"), NO_GIC.into());
+        assert_eq!(without("pl011@9000000"), NO_CONSOLE.into());
+        assert_eq!(Board::read(&[0; 64]).map(|_| ()), Err(NO_TREE.into()));
         let bytes = virt(1, 1).to_dtb();
-        assert_eq!(Board::read(&bytes[..bytes.len() / 2]).map(|_| ()), Err(BROKEN));
+        assert_eq!(Board::read(&bytes[..bytes.len() / 2]).map(|_| ()), Err(BROKEN.into()));
         let bytes = virt(3, 2).to_dtb();
-        assert_eq!(Board::read(&bytes).map(|_| ()), Err(TOO_MANY_CPUS));
+        let error = Board::read(&bytes).map(|_| ()).expect_err("too many");
+        assert_eq!(error, DeviceTreeError::TooManyCpus { cpus: 3, interruptible: 2 });
+        assert!(error.to_string().contains("--cpus 2 or less"), "{error}");
+        let mut tree = virt(1, 1);
+        for piece in 0..=MOST as u64 {
+            tree.memory_reservations
+                .push(dtoolkit::memreserve::MemoryReservation::new(0x4000_1000 + piece * 0x2000, 0x1000));
+        }
+        let bytes = tree.to_dtb();
+        let error = Board::read(&bytes).map(|_| ()).expect_err("too many pieces");
+        assert_eq!(error.to_string(), MapError::TooFragmented.to_string());
     }
 }
