@@ -44,6 +44,7 @@ mod scale;
 mod sides;
 mod stand_in;
 mod stats;
+mod sweep;
 mod table;
 mod units;
 mod unmeasured_args;

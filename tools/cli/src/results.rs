@@ -40,7 +40,7 @@ impl<R> Line<R> {
             ("cpus", 1) => "1 CPU".to_owned(),
             ("cpus", cpus) => format!("{cpus} CPUs"),
             ("interrupts", _) => format!("interrupts {}", self.label(name)),
-            ("size" | "working_set", bytes @ 1..) => Size(bytes).to_string(),
+            ("size" | "working_set" | "chunk" | "region", bytes @ 1..) => Size(bytes).to_string(),
             _ => self.label(name),
         }
     }

@@ -26,7 +26,6 @@ use hugemm_kernel::memory::frames;
 use hugemm_kernel::{BootInfo, Cx, ExitCode, smp};
 use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
-use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
 use hugemm_workloads::request::{Request, RequestError};
 
@@ -63,7 +62,6 @@ macro_rules! failures {
 failures! {
     Request(RequestError),
     Exhausted(Exhausted),
-    Clear(Reason),
     Calibrate(CalibrateError),
     Policy(ProfileError),
     /// A page table refused what a command asked of it.

@@ -6,7 +6,6 @@
 //!
 //! | module | measures |
 //! |---|---|
-//! | [`sweep`] | primitives, and the policy's choice, by chunk and region size |
 //! | [`alloc_free`] | allocating and freeing frames (what allocators are compared by) |
 //! | [`pool`] | growing and shrinking a huge page pool |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears |
@@ -34,50 +33,12 @@ pub mod request;
 pub mod shootdown;
 #[cfg(feature = "clap")]
 pub mod size;
-pub mod sweep;
 pub mod vm_create;
 pub mod vm_host;
 pub mod vmalloc;
 pub mod words;
 
 use hugemm_base::Clock;
-use hugemm_clear::StopReason;
-
-/// What one timed pass did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Pass {
-    /// Bytes cleared.
-    pub bytes: u64,
-    /// Nanoseconds it took.
-    pub nanos: u64,
-}
-
-impl Pass {
-    /// Both added up.
-    pub fn plus(self, other: Pass) -> Pass {
-        Pass { bytes: self.bytes + other.bytes, nanos: self.nanos + other.nanos }
-    }
-}
-
-/// Why a pass ended early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The clear stopped.
-    Stopped(StopReason),
-    /// The sizes do not divide each other or do not fit the memory.
-    BadSize,
-}
-
-impl core::fmt::Display for Reason {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Reason::Stopped(reason) => reason.fmt(f),
-            Reason::BadSize => f.write_str("the sizes do not divide the memory; use powers of two that fit"),
-        }
-    }
-}
-
-impl core::error::Error for Reason {}
 
 /// Times `f`.
 fn timed<T>(clock: &impl Clock, f: impl FnOnce() -> T) -> (T, u64) {
