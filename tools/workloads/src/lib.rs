@@ -14,7 +14,6 @@
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`vm_host`] | the work of a virtual machine host, all systems together |
 //! | [`vmalloc`] | kernel areas taken and freed, batched and page by page |
-//! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`request`] | which of them the reference kernel runs, with which arguments |
 //! | [`words`] | how arguments are written as one line |
@@ -24,7 +23,6 @@
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
-pub mod mapping;
 #[cfg(feature = "clap")]
 pub mod options;
 pub mod pool;
