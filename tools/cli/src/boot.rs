@@ -10,9 +10,7 @@ use crate::boot::args::Boot;
 use crate::boot::machine::{Done, MAX_CPUS, VirtualMachine};
 use crate::machine::Machine;
 use crate::qemu::Accel;
-use crate::results::Results;
-use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, frames, paging, pool, progress, vm_create};
+use crate::{age, frames, paging, pool, progress, run, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_workloads::request::Request;
@@ -48,7 +46,7 @@ pub fn run(args: &Boot) -> Result<()> {
         machine: format!("QEMU {}{}", accel.name().to_uppercase(), if arch == Arch::X86 { "" } else { ", arm64" }),
         cpus: boot.cpus,
         memory_bytes: args.memory.0,
-        interrupt_controller: boot.interrupt_controller,
+        interrupt_controller: boot.interrupt_controller.clone(),
         managed_bytes: boot.memory,
     });
     let mut results = match &request {
@@ -59,31 +57,10 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
         Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
-        Request::Run(_) => Results::default(),
+        Request::Run(_) => run::of_guest(&transcript, &boot),
         Request::Selftest(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
-    let goals = results.goals();
-    let run = Log::of_guest(&transcript);
-    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
-    let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
-    if !host.quiet() {
-        host.print_environment();
-        if accel != Accel::Kvm {
-            println!("  note      instructions are emulated: only ratios and counts mean something");
-        }
-        for note in &transcript.notes {
-            println!("  note      {note}");
-        }
-        results.print(&goals);
-        if let Some((log, accounting)) = &run {
-            run::text::print(log, accounting, &setting, sides);
-        }
-    }
-    let mut rows = results.rows;
-    if let Some((log, accounting)) = &run {
-        rows.extend(run::rows(log, sides, &setting, accounting));
-    }
-    rows.extend(goals);
-    host.save(rows)
+    results.remarks.extend(transcript.notes);
+    host.show(results)
 }

@@ -149,11 +149,7 @@ impl Machine {
     }
 
     pub fn save(&self, rows: Vec<Row>) -> Result<()> {
-        self.document(rows).write(self.json.as_deref())
-    }
-
-    pub fn document(&self, rows: Vec<Row>) -> Document {
-        Document::new(self.environment.borrow().clone(), rows)
+        Document::new(self.environment.borrow().clone(), rows).write(self.json.as_deref())
     }
 
     pub fn whole_pages(&self, size: Size, page: PageSize) -> Result<u64> {

@@ -97,6 +97,9 @@ impl Results {
 
     /// Prints all but the rows.
     pub fn print(&self, goals: &[Row]) {
+        if self.emulated {
+            println!("  note      instructions are emulated: only ratios and counts mean something");
+        }
         if !self.intro.is_empty() {
             println!("\n{}", self.intro);
         }

@@ -54,11 +54,6 @@ impl Saved {
         Self::of(value).map_err(|why| anyhow::anyhow!("what came out {why}"))
     }
 
-    /// What a document of this program is when it is read again.
-    pub fn from_document(document: &impl serde::Serialize) -> Result<Self> {
-        Self::of(serde_json::to_value(document)?).map_err(|why| anyhow::anyhow!("the document {why}"))
-    }
-
     fn of(value: Value) -> Result<Self, String> {
         const REMEDY: &str = "save one with: hugemm COMMAND --json=FILE";
         let Some(schema) = value.get("schema") else {
