@@ -7,34 +7,29 @@ pub mod transcript;
 
 use crate::arch::Arch;
 use crate::boot::args::Boot;
-use crate::boot::machine::{Done, MAX_CPUS, VirtualMachine};
+use crate::boot::machine::{Done, MAX_CPUS};
 use crate::machine::Machine;
-use crate::qemu::Accel;
+use crate::qemu::{Accel, Guest, ready};
 use crate::{age, frames, paging, pool, progress, run, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_workloads::request::Request;
-use hugemm_workloads::words::Named;
-use std::path::Path;
-use std::time::Duration;
 
 pub fn run(args: &Boot) -> Result<()> {
     let request = args::request(&args.command, "hugemm boot", Request::commands())?;
     let host = Machine::new(&args.common)?;
     let cpus = args.cpus.unwrap_or((host.topology.cpus.len() as u32).clamp(1, MAX_CPUS));
-    let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
     let arch = args.arch;
-    let machine =
-        |image, accel| VirtualMachine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
-    machine(Path::new(""), Accel::Tcg).check()?;
+    let guest = Guest { cpus, ..Guest::new(arch, args.accel, &args.cpu_model, args.memory, args.timeout) };
+    machine::check(&guest)?;
     arch.kernel().check(args.image.as_deref())?;
-    args.accel.ready(arch, memory)?;
+    ready(arch, args.accel, args.memory)?;
     let bar = progress::bar(0, host.quiet());
     bar.set_message("finding or building the kernel");
-    let image = arch.kernel().find(args.image.as_deref())?;
+    let kernel = arch.kernel().find(args.image.as_deref())?;
     let accel = args.accel.decide(arch, &host.environment());
     bar.set_message("booting");
-    let done = machine(&image, accel).run(&request, |done, of, what| {
+    let done = machine::run(Guest { kernel, accel, ..guest }, &request, |done, of, what| {
         bar.set_length(of);
         bar.set_position(done);
         bar.set_message(what);

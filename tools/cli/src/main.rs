@@ -5,7 +5,6 @@
 #[macro_use]
 mod output;
 
-mod accel;
 mod age;
 mod arch;
 mod args;
