@@ -5,6 +5,7 @@ pub mod bench;
 pub mod doctor;
 mod filter;
 mod gpu;
+mod monitor;
 mod pins;
 pub mod pool;
 mod restore;

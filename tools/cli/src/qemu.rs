@@ -294,7 +294,7 @@ impl Drop for Running {
 }
 
 /// Reads along; the lines end with the stream.
-fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
+pub fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
         for line in stream.into_iter().flat_map(|stream| BufReader::new(stream).split(b'\n')) {
