@@ -7,36 +7,29 @@ pub mod transcript;
 
 use crate::arch::Arch;
 use crate::boot::args::Boot;
-use crate::boot::machine::{Done, MAX_CPUS, VirtualMachine};
+use crate::boot::machine::{Done, MAX_CPUS};
 use crate::machine::Machine;
-use crate::qemu::Accel;
-use crate::results::Results;
-use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, frames, paging, pool, progress, vm_create};
+use crate::qemu::{Accel, Guest, ready};
+use crate::{age, frames, paging, pool, progress, run, vm_create};
 use anyhow::Result;
 use hugemm_inspect::environment::GuestInfo;
 use hugemm_workloads::request::Request;
-use hugemm_workloads::words::Named;
-use std::path::Path;
-use std::time::Duration;
 
 pub fn run(args: &Boot) -> Result<()> {
     let request = args::request(&args.command, "hugemm boot", Request::commands())?;
     let host = Machine::new(&args.common)?;
     let cpus = args.cpus.unwrap_or((host.topology.cpus.len() as u32).clamp(1, MAX_CPUS));
-    let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
     let arch = args.arch;
-    let machine =
-        |image, accel| VirtualMachine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
-    machine(Path::new(""), Accel::Tcg).check()?;
+    let guest = Guest { cpus, ..Guest::new(arch, args.accel, &args.cpu_model, args.memory, args.timeout) };
+    machine::check(&guest)?;
     arch.kernel().check(args.image.as_deref())?;
-    args.accel.ready(arch, memory)?;
+    ready(arch, args.accel, args.memory)?;
     let bar = progress::bar(0, host.quiet());
     bar.set_message("finding or building the kernel");
-    let image = arch.kernel().find(args.image.as_deref())?;
+    let kernel = arch.kernel().find(args.image.as_deref())?;
     let accel = args.accel.decide(arch, &host.environment());
     bar.set_message("booting");
-    let done = machine(&image, accel).run(&request, |done, of, what| {
+    let done = machine::run(Guest { kernel, accel, ..guest }, &request, |done, of, what| {
         bar.set_length(of);
         bar.set_position(done);
         bar.set_message(what);
@@ -48,7 +41,7 @@ pub fn run(args: &Boot) -> Result<()> {
         machine: format!("QEMU {}{}", accel.name().to_uppercase(), if arch == Arch::X86 { "" } else { ", arm64" }),
         cpus: boot.cpus,
         memory_bytes: args.memory.0,
-        interrupt_controller: boot.interrupt_controller,
+        interrupt_controller: boot.interrupt_controller.clone(),
         managed_bytes: boot.memory,
     });
     let mut results = match &request {
@@ -59,31 +52,10 @@ pub fn run(args: &Boot) -> Result<()> {
         Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
         Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
         Request::Vmalloc(_) => paging::vmalloc::of_guest(&transcript),
-        Request::Run(_) => Results::default(),
+        Request::Run(_) => run::of_guest(&transcript, &boot),
         Request::Selftest(_) | Request::Dump(_) | Request::CrashTest(_) => transcript.figures(),
     };
     results.emulated = accel != Accel::Kvm;
-    let goals = results.goals();
-    let run = Log::of_guest(&transcript);
-    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
-    let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
-    if !host.quiet() {
-        host.print_environment();
-        if accel != Accel::Kvm {
-            println!("  note      instructions are emulated: only ratios and counts mean something");
-        }
-        for note in &transcript.notes {
-            println!("  note      {note}");
-        }
-        results.print(&goals);
-        if let Some((log, accounting)) = &run {
-            run::text::print(log, accounting, &setting, sides);
-        }
-    }
-    let mut rows = results.rows;
-    if let Some((log, accounting)) = &run {
-        rows.extend(run::rows(log, sides, &setting, accounting));
-    }
-    rows.extend(goals);
-    host.save(rows)
+    results.remarks.extend(transcript.notes);
+    host.show(results)
 }

@@ -15,25 +15,16 @@ use hugemm_workloads::words::Named;
 use judge::{Judgement, Verdict};
 use serde_json::json;
 use sides::{Pair, Paired, pair};
-use std::fmt;
 use std::path::PathBuf;
 
 /// Some figures got worse. The command's exit code is 1 for this, and 2 when nothing could be compared.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{worse} of {of} figures are worse by more than {threshold} % and the noise")]
 pub struct Regression {
     worse: usize,
     of: usize,
     threshold: f64,
 }
-
-impl fmt::Display for Regression {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Regression { worse, of, threshold } = self;
-        write!(f, "{worse} of {of} figures are worse by more than {threshold} % and the noise")
-    }
-}
-
-impl std::error::Error for Regression {}
 
 pub fn run(args: &Compare) -> Result<()> {
     let (a, b) = (read(&args.a.0)?, read(&args.b.0)?);

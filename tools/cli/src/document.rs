@@ -25,18 +25,21 @@ pub struct Document {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
-    metric: String,
+    pub metric: String,
+    /// The figure; not a number where the document has `null`.
     #[serde(deserialize_with = "number")]
-    value: f64,
-    unit: Cow<'static, str>,
+    pub value: f64,
+    pub unit: Cow<'static, str>,
+    /// The sample standard deviation over the runs; 0 for one run.
     #[serde(deserialize_with = "number")]
-    stdev: f64,
-    runs: usize,
+    pub stdev: f64,
+    pub runs: usize,
+    /// What else the row says: where the figure belongs, and for a goal what was wanted.
     #[serde(flatten)]
-    labels: Map<String, Value>,
+    pub labels: Map<String, Value>,
     /// What was measured, run by run; not saved.
     #[serde(skip)]
-    samples: Samples,
+    pub samples: Samples,
 }
 
 /// A number, or `null`, which is how JSON writes what is no number.
@@ -69,37 +72,6 @@ impl Row {
     pub fn without(mut self, name: &str) -> Self {
         self.labels.remove(name);
         self
-    }
-
-    pub fn metric(&self) -> &str {
-        &self.metric
-    }
-
-    /// The figure; not a number where the document has `null`.
-    pub fn value(&self) -> f64 {
-        self.value
-    }
-
-    pub fn unit(&self) -> &str {
-        &self.unit
-    }
-
-    /// The sample standard deviation over the runs; 0 for one run.
-    pub fn stdev(&self) -> f64 {
-        self.stdev
-    }
-
-    pub fn runs(&self) -> usize {
-        self.runs
-    }
-
-    pub fn samples(&self) -> &Samples {
-        &self.samples
-    }
-
-    /// What else the row says: where the figure belongs, and for a goal what was wanted.
-    pub fn labels(&self) -> &Map<String, Value> {
-        &self.labels
     }
 }
 

@@ -34,7 +34,7 @@ impl Bound {
     }
 
     pub fn of(row: &Row) -> Option<Self> {
-        Bound::by_name(row.labels().get("bound")?.as_str()?)
+        Bound::by_name(row.labels.get("bound")?.as_str()?)
     }
 
     /// What a figure says that is uncertain by `margin`.
@@ -181,7 +181,7 @@ pub const GOALS: [Goal; 27] = [
             let labels = [("pattern", "random"), ("order", "0"), ("cpus", "1")];
             let (own, others): (Vec<&Row>, Vec<&Row>) =
                 f.all("bench.alloc.free", &labels).partition(|row| Figures::is(row, "side", FROZEN));
-            Some(own.first()?.samples().per_run_ratio(fastest(others.into_iter())?))
+            Some(own.first()?.samples.per_run_ratio(fastest(others.into_iter())?))
         },
     ),
     at_least(
@@ -203,11 +203,12 @@ pub const GOALS: [Goal; 27] = [
         |f| {
             let own = f.all("bench.churn.extents_2m", &[("side", "hugemm")]);
             let moments = own.filter_map(|own| {
-                let when = own.labels().get("when").map(plain)?;
+                let when = own.labels.get("when").map(plain)?;
                 let at = [("when", when.as_str())];
                 let all = f.all("bench.churn.extents_2m", &at);
-                let best = all.filter(|row| !Figures::is(row, "side", "hugemm")).map(Row::value).reduce(f64::max)?;
-                Some(own.value() / best.max(1.0))
+                let best =
+                    all.filter(|row| !Figures::is(row, "side", "hugemm")).map(|row| row.value).reduce(f64::max)?;
+                Some(own.value / best.max(1.0))
             });
             moments.reduce(f64::min).map(Samples::once)
         },
@@ -352,32 +353,32 @@ type Labels<'l> = &'l [(&'l str, &'l str)];
 impl<'a> Figures<'a> {
     /// Whether a row has this label; one that is not there is empty.
     fn is(row: &Row, name: &str, value: &str) -> bool {
-        row.labels().get(name).map(plain).unwrap_or_default() == value
+        row.labels.get(name).map(plain).unwrap_or_default() == value
     }
 
     fn all<'l>(self, metric: &'l str, labels: Labels<'l>) -> impl Iterator<Item = &'a Row> + Clone + use<'a, 'l> {
         let of =
-            move |row: &&Row| row.metric() == metric && labels.iter().all(|(name, value)| Self::is(row, name, value));
+            move |row: &&Row| row.metric == metric && labels.iter().all(|(name, value)| Self::is(row, name, value));
         self.0.iter().filter(of)
     }
 
     fn get(self, metric: &str, labels: Labels<'_>) -> Option<&'a Samples> {
-        let of = |row: &&Row| row.metric() == metric && labels.iter().all(|(name, value)| Self::is(row, name, value));
-        self.0.iter().find(of).map(Row::samples)
+        let of = |row: &&Row| row.metric == metric && labels.iter().all(|(name, value)| Self::is(row, name, value));
+        self.0.iter().find(of).map(|row| &row.samples)
     }
 }
 
 fn number(row: &Row, label: &str) -> u64 {
-    row.labels().get(label).and_then(serde_json::Value::as_u64).unwrap_or(0)
+    row.labels.get(label).and_then(serde_json::Value::as_u64).unwrap_or(0)
 }
 
 fn fastest<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<&'a Samples> {
-    rows.min_by(|a, b| a.value().total_cmp(&b.value())).map(Row::samples)
+    rows.min_by(|a, b| a.value.total_cmp(&b.value)).map(|row| &row.samples)
 }
 
 /// The worst of figures that each stand for themselves.
 fn worst(f: Figures<'_>, metric: &str, labels: Labels<'_>, worse: fn(f64, f64) -> f64) -> Option<Samples> {
-    f.all(metric, labels).map(Row::value).reduce(worse).map(Samples::once)
+    f.all(metric, labels).map(|row| row.value).reduce(worse).map(Samples::once)
 }
 
 /// The largest region that was cleared cold, by the policy or a primitive.
@@ -388,15 +389,15 @@ fn largest_cold<'a>(f: Figures<'a>) -> impl Iterator<Item = &'a Row> {
 }
 
 fn bulk(f: Figures<'_>) -> Option<&Samples> {
-    largest_cold(f).find(|row| Figures::is(row, "subject", "policy")).map(Row::samples)
+    largest_cold(f).find(|row| Figures::is(row, "subject", "policy")).map(|row| &row.samples)
 }
 
 fn best_stream(f: Figures<'_>) -> Option<&Samples> {
     let streams = |row: &&Row| {
-        let name = row.labels().get("subject").map(plain).unwrap_or_default();
+        let name = row.labels.get("subject").map(plain).unwrap_or_default();
         Primitive::from_name(&name).is_some_and(|primitive| primitive.class() == PrimitiveClass::Streaming)
     };
-    largest_cold(f).filter(streams).max_by(|a, b| a.value().total_cmp(&b.value())).map(Row::samples)
+    largest_cold(f).filter(streams).max_by(|a, b| a.value.total_cmp(&b.value)).map(|row| &row.samples)
 }
 
 fn bulk_beside_stosb(f: Figures<'_>, chunk: u64) -> Option<Samples> {
@@ -411,11 +412,11 @@ fn worst_choice(f: Figures<'_>) -> Option<Samples> {
     for metric in ["clear.region_hot", "clear.region_cold", "clear.region_cold_touched"] {
         for policy in f.all(metric, &[("subject", "policy")]) {
             let others = f.0.iter().filter(|row| {
-                row.metric() == metric
+                row.metric == metric
                     && number(row, "region") == number(policy, "region")
                     && !Figures::is(row, "subject", "policy")
             });
-            cases.push((policy.samples(), others.map(Row::samples).collect()));
+            cases.push((&policy.samples, others.map(|row| &row.samples).collect()));
         }
     }
     let mut shares = Samples::default();
@@ -447,9 +448,9 @@ fn mapping(f: Figures<'_>, what: &str) -> Option<Samples> {
 fn pool(f: Figures<'_>, metric: &str) -> Option<Samples> {
     let of = |row: &&Row| {
         let labels = [("hvo", "true"), ("swap", "true"), ("flush", "batch"), ("short", "")];
-        row.metric() == metric && labels.into_iter().all(|(name, value)| Figures::is(row, name, value))
+        row.metric == metric && labels.into_iter().all(|(name, value)| Figures::is(row, name, value))
     };
-    f.0.iter().filter(of).max_by_key(|row| number(row, "n")).map(|row| row.samples().clone())
+    f.0.iter().filter(of).max_by_key(|row| number(row, "n")).map(|row| row.samples.clone())
 }
 
 /// Where both sides take 2 MiB pages from free memory and put them on an LRU.
@@ -462,12 +463,12 @@ fn created(f: Figures<'_>, metric: &str, how: &str, side: &str) -> Option<Sample
 fn worst_heap(f: Figures<'_>) -> Option<Samples> {
     let own = f.all("bench.heap.pair", &[("side", "hugemm")]);
     let ratios = own.filter_map(|own| {
-        let [work, cpus] = ["work", "cpus"].map(|name| own.labels().get(name).map(plain).unwrap_or_default());
+        let [work, cpus] = ["work", "cpus"].map(|name| own.labels.get(name).map(plain).unwrap_or_default());
         let labels = [("work", &*work), ("cpus", &*cpus)];
         // malloc is for scale: no kernel has it.
         let own_or_malloc = |row: &Row| ["hugemm", "malloc (libc)"].iter().any(|side| Figures::is(row, "side", side));
         let others = f.all("bench.heap.pair", &labels).filter(|row| !own_or_malloc(row));
-        Some(own.samples().per_run_ratio(fastest(others)?))
+        Some(own.samples.per_run_ratio(fastest(others)?))
     });
     ratios.max_by(|a, b| a.median().total_cmp(&b.median()))
 }
@@ -484,15 +485,15 @@ pub fn judge(rows: &[Row], emulated: bool) -> Vec<Row> {
 
 /// The row with what is wanted of it, and what it says.
 pub fn verdict(row: Row, bound: Bound, wanted: f64) -> Row {
-    let said = bound.verdict(row.value(), margin(row.stdev(), row.runs()), wanted);
+    let said = bound.verdict(row.value, margin(row.stdev, row.runs), wanted);
     let row = if bound == Bound::Beside { row } else { row.label("goal", wanted) };
     row.label("bound", bound.name()).label("verdict", said)
 }
 
 /// What a row of a goal says; documents of old have `met` alone.
 pub fn verdict_of(row: &Row) -> Option<&str> {
-    let old = || row.labels().get("met")?.as_bool().map(|met| if met { MET } else { MISSED });
-    row.labels().get("verdict").and_then(serde_json::Value::as_str).or_else(old)
+    let old = || row.labels.get("met")?.as_bool().map(|met| if met { MET } else { MISSED });
+    row.labels.get("verdict").and_then(serde_json::Value::as_str).or_else(old)
 }
 
 /// Goal, wanted, measured, verdict.
@@ -500,12 +501,12 @@ pub fn table(rows: &[Row]) -> Table {
     let mut lines = table::new(["goal", "wanted", "measured", "± stdev", "verdict"]);
     for row in rows {
         let bound = Bound::of(row).unwrap_or(Bound::Beside);
-        let wanted = row.labels().get("goal").and_then(serde_json::Value::as_f64);
+        let wanted = row.labels.get("goal").and_then(serde_json::Value::as_f64);
         lines.add_row([
-            row.metric().to_owned(),
-            wanted.map_or("–".to_owned(), |wanted| format!("{} {wanted}{}", bound.sign(), unit(row.unit()))),
-            exact(row.value()),
-            if row.runs() > 1 { exact(row.stdev()) } else { String::new() },
+            row.metric.clone(),
+            wanted.map_or("–".to_owned(), |wanted| format!("{} {wanted}{}", bound.sign(), unit(&row.unit))),
+            exact(row.value),
+            if row.runs > 1 { exact(row.stdev) } else { String::new() },
             verdict_of(row).unwrap_or_default().to_owned(),
         ]);
     }
@@ -611,7 +612,7 @@ mod tests {
         let pair = |side, value| row("bench.alloc.pair", &[value], &[("side", side), ("order", "0"), ("cpus", "1")]);
         let rows = [pair(FROZEN, 4.0), pair(ARRAY, 2.0), pair(COUNTED, 9.0), row(ATOMIC, &[2.0], &[])];
         let judged = judge(&rows, false);
-        let values: Vec<_> = judged.iter().map(|row| (row.metric(), row.value(), verdict_of(row))).collect();
+        let values: Vec<_> = judged.iter().map(|row| (&*row.metric, row.value, verdict_of(row))).collect();
         let wanted =
             [("frames.pair0_over_array", 2.0, Some(MET)), ("frames.counted_pair0_over_floor", 1.5, Some(MISSED))];
         assert_eq!(values, wanted);

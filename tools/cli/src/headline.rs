@@ -101,7 +101,7 @@ pub fn run(args: &Headline) -> Result<()> {
             match once(command) {
                 Ok(rows) => {
                     for row in rows {
-                        let place = lines.iter_mut().find(|(goal, _)| goal.name == row.metric() && goal.by == *command);
+                        let place = lines.iter_mut().find(|(goal, _)| goal.name == row.metric && goal.by == *command);
                         place.into_iter().for_each(|(_, rows)| rows.push(row.clone()));
                     }
                 }
@@ -120,7 +120,7 @@ pub fn run(args: &Headline) -> Result<()> {
         machine.print_environment();
         let mut remarks = vec![
             goals::count(rows.iter().filter_map(goals::verdict_of)),
-            format!("an uncontended atomic takes {:.1} ns on this machine", atomic.value()),
+            format!("an uncontended atomic takes {:.1} ns on this machine", atomic.value),
         ];
         let missing = lines.iter().filter(|(_, rows)| rows.is_empty());
         remarks.extend(missing.map(|(goal, _)| format!("{} has no such figure here: hugemm {}", goal.name, goal.by)));
@@ -160,8 +160,8 @@ fn judged(goal: &Goal, rows: &[Row]) -> Option<Row> {
         [] => return None,
         [row] => row.clone(),
         [first, ..] => {
-            let samples = rows.iter().map(Row::value).collect();
-            Row::median(first.metric().to_owned(), &samples, first.unit().to_owned())
+            let samples = rows.iter().map(|row| row.value).collect();
+            Row::median(first.metric.clone(), &samples, first.unit.clone())
         }
     };
     Some(goals::verdict(row, goal.bound, goal.wanted))

@@ -96,8 +96,8 @@ fn name(neighbour: Option<Primitive>) -> &'static str {
 fn working_sets(args: &Interference, machine: &Machine) -> Result<Vec<u64>> {
     if args.working_set.is_empty() {
         let caches = &machine.topology.caches;
-        let l2 = caches.l2.as_ref().map_or(512 << 10, |cache| cache.bytes);
-        let l3 = caches.l3.as_ref().map_or(8 << 20, |cache| cache.bytes).min(32 << 20);
+        let l2 = caches.l2_bytes.unwrap_or(512 << 10);
+        let l3 = caches.l3_bytes.unwrap_or(8 << 20).min(32 << 20);
         return Ok(vec![l2 / 2, l3 / 8, l3 / 2]);
     }
     for set in &args.working_set {

@@ -5,6 +5,7 @@ pub mod bench;
 pub mod doctor;
 mod filter;
 mod gpu;
+mod monitor;
 mod pins;
 pub mod pool;
 mod restore;
@@ -20,7 +21,6 @@ use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use rustix::thread::no_new_privs;
 use std::ffi::{OsStr, OsString};
-use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -201,7 +201,8 @@ fn exec(command: &[OsString]) -> anyhow::Error {
 }
 
 /// The command is not one that can be run.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{} cannot be started: {cause}; name a program behind --", .program.display())]
 pub struct NotStarted {
     program: OsString,
     cause: io::Error,
@@ -213,14 +214,6 @@ impl NotStarted {
         if self.cause.kind() == io::ErrorKind::NotFound { 127 } else { 126 }
     }
 }
-
-impl fmt::Display for NotStarted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} cannot be started: {}; name a program behind --", self.program.display(), self.cause)
-    }
-}
-
-impl std::error::Error for NotStarted {}
 
 /// Whether there is a program of that name, as `execvp` looks for it.
 fn find(program: &OsStr) -> io::Result<()> {

@@ -108,7 +108,7 @@ impl Machine {
     /// Scratch memory that makes cold measurements cold: four times the last-level cache, but not more than 256 MiB,
     /// because what a virtual machine says of its last-level cache is often the whole socket's.
     pub fn calibration_bytes(&self) -> usize {
-        let llc = self.topology.caches.last_level().map_or(32 * MIB, |cache| cache.bytes);
+        let llc = self.topology.caches.last_level().unwrap_or(32 * MIB);
         (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
     }
 
@@ -149,11 +149,7 @@ impl Machine {
     }
 
     pub fn save(&self, rows: Vec<Row>) -> Result<()> {
-        self.document(rows).write(self.json.as_deref())
-    }
-
-    pub fn document(&self, rows: Vec<Row>) -> Document {
-        Document::new(self.environment.borrow().clone(), rows)
+        Document::new(self.environment.borrow().clone(), rows).write(self.json.as_deref())
     }
 
     pub fn whole_pages(&self, size: Size, page: PageSize) -> Result<u64> {

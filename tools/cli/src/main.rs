@@ -5,7 +5,6 @@
 #[macro_use]
 mod output;
 
-mod accel;
 mod age;
 mod arch;
 mod args;
@@ -44,6 +43,7 @@ mod scale;
 mod sides;
 mod stand_in;
 mod stats;
+mod sweep;
 mod table;
 mod units;
 mod unmeasured_args;

@@ -9,8 +9,8 @@ const UNCERTAIN: f64 = 0.05;
 
 /// A figure's standard error as a share of it; none where it was measured once, counted, or is zero.
 fn uncertainty(row: &Row) -> Option<f64> {
-    let measured = row.runs() > 1 && row.value() != 0.0 && !is_counted(row.unit());
-    measured.then(|| row.stdev() / (row.runs() as f64).sqrt() / row.value().abs()).filter(|share| share.is_finite())
+    let measured = row.runs > 1 && row.value != 0.0 && !is_counted(&row.unit);
+    measured.then(|| row.stdev / (row.runs as f64).sqrt() / row.value.abs()).filter(|share| share.is_finite())
 }
 
 /// A line about noise, if there is any to speak of.

@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn what_did_not_have_the_pages_meets_no_goal() {
-        let judged = |off, on| guest(off, on).goals().iter().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
+        let judged = |off, on| guest(off, on).goals().iter().map(|row| row.metric.clone()).collect::<Vec<_>>();
         assert_eq!(judged(99, 100), ["pool.flushes_per_batch"]);
         assert!(judged(100, 99).is_empty() && judged(0, 0).is_empty());
     }

@@ -3,15 +3,18 @@
 use crate::args::Probe;
 use crate::document::{self, Row};
 use crate::machine::{GIB, Machine};
-use crate::measure::{Field, Repeat, Subject, bandwidths};
-use crate::results::Results;
+use crate::measure::Repeat;
+use crate::progress;
+use crate::results::{Line, Results};
+use crate::sides::{by_turns, pivot};
 use crate::stats::Samples;
-use crate::{progress, table};
+use crate::sweep::{self, Field, Subject};
 use anyhow::{Context, Result};
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel, with};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
+use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use std::time::Duration;
 
@@ -42,9 +45,8 @@ pub fn run(args: &Probe) -> Result<()> {
     let intro = format!("memory: {}\n{}", region.verified(), profile_text(&profile, took));
 
     let host = Host::new(&places, region.as_mut_slice())?;
-    let mut subjects: Vec<Subject> =
-        machine.features.iter().filter(|p| *p != Primitive::Portable).map(Subject::Primitive).collect();
-    subjects.push(Subject::Policy);
+    let mut subjects: Vec<Subject> = machine.features.iter().filter(|p| *p != Primitive::Portable).map(Some).collect();
+    subjects.push(None);
     // 2 MiB, four times as much, and so on; the last is all of it.
     let below = (1..).step_by(2).map(|i| MIB << i).take_while(|bytes| *bytes < size);
     let sizes: Vec<u64> = below.chain([size]).collect();
@@ -107,78 +109,66 @@ fn profile_text(profile: &Profile, took: Duration) -> String {
     lines.join("\n")
 }
 
+/// A table: its title, what the regions are called, and what is saved.
+type Table = (&'static str, &'static str, Metric<f64>);
+
+const fn table(title: &'static str, key: &'static str, metric: &'static str) -> Table {
+    (title, key, Metric::new(metric, "GB/s", |it| *it))
+}
+
+const TABLES: [Table; 4] = [
+    table("Chunks, cold, one fence per chunk", "chunk", "clear.chunk"),
+    table("Regions, cold", "region", "clear.region_cold"),
+    table("Regions, cold, read right after: the fault case", "region", "clear.region_cold_touched"),
+    table("Regions, hot", "region", "clear.region_hot"),
+];
+
 /// The tables, and every figure as a row.
 fn measure(
     cx: &mut CpuCx<'_, Host<'_>>,
     clearer: &Clearer,
     subjects: &[Subject],
     sizes: &[u64],
-    mut memory: Dirty,
+    memory: Dirty,
     args: &Probe,
     quiet: bool,
 ) -> Result<Results> {
-    let (mut rows, mut tables) = (Vec::new(), Vec::new());
     let total = memory.extent().bytes();
-    let chunks: Vec<u64> = CHUNKS.into_iter().filter(|chunk| total.is_multiple_of(*chunk)).collect();
-    let mut fields: Vec<Field> = Vec::new();
-    fields.extend(chunks.iter().map(|chunk| Field::cold(*chunk, ENOUGH, false)));
-    fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, false)));
-    fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, true)));
-    let hot: Vec<Field> =
-        sizes.iter().filter(|bytes| **bytes <= HOT_MOST).map(|bytes| Field::hot(*bytes, ENOUGH)).collect();
-    fields.extend(&hot);
+    let chunks = CHUNKS.into_iter().filter(|chunk| total.is_multiple_of(*chunk));
+    let cold = |touch| sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, touch)).collect();
+    let hot = sizes.iter().filter(|bytes| **bytes <= HOT_MOST).map(|bytes| Field::hot(*bytes, ENOUGH));
+    let fields: [Vec<Field>; 4] =
+        [chunks.map(|chunk| Field::cold(chunk, ENOUGH, false)).collect(), cold(false), cold(true), hot.collect()];
     let repeat = Repeat::new(args.runs, args.warmup.warmup);
-    let bar = progress::bar((fields.len() * subjects.len() * repeat.all()) as u64, quiet);
-    let mut measured = Vec::new();
-    for field in &fields {
-        bar.set_message(field.title());
-        let each;
-        (memory, each) = bandwidths(cx, clearer, subjects, field, memory, repeat, || bar.inc(1))?;
-        measured.push(each);
+    let turns = fields.iter().map(Vec::len).sum::<usize>() * subjects.len() * repeat.all();
+    let bar = progress::bar(turns as u64, quiet);
+    let (mut results, mut memory) = (Results::default(), Some(memory));
+    for ((title, key, metric), fields) in TABLES.into_iter().zip(fields) {
+        let mut lines: Vec<Line<f64>> = Vec::new();
+        for field in fields {
+            let line =
+                |subject: &Subject| Line::new([(key, field.size.into()), ("subject", sweep::name(*subject).into())]);
+            let (mut of_field, mut cursor): (Vec<_>, _) = (subjects.iter().map(line).collect(), 0);
+            by_turns(&mut of_field, repeat, &bar, |index| {
+                let all = memory.take().context("the memory is gone")?;
+                let (all, gbps) = sweep::run(cx, clearer, subjects[index], &field, all, &mut cursor)?;
+                memory = Some(all);
+                Ok(gbps)
+            })?;
+            lines.extend(of_field);
+        }
+        let title = format!("{title} (GB/s, median of {} runs)", args.runs);
+        results.add(title, pivot(&lines, key, &[key], "subject", &[metric]), &lines, &[metric]);
     }
     bar.finish_and_clear();
-    let (worst_unit, rest) = worst_unit(cx, clearer, memory, args.runs)?;
-    memory = rest;
-    drop(memory);
-
-    let mut from = 0;
-    let mut section = |title: &str, metric: &str, key: &str, count: usize, rows: &mut Vec<Row>| {
-        let range = from..from + count;
-        from += count;
-        let mut heads = vec![key.to_owned()];
-        heads.extend(subjects.iter().map(Subject::name));
-        heads.push("policy/best".into());
-        let mut lines = table::new(heads);
-        for (field, each) in fields[range.clone()].iter().zip(&measured[range]) {
-            let mut line = vec![Size(field.size).to_string()];
-            for (subject, samples) in subjects.iter().zip(each) {
-                line.push(table::gbps(samples.median()));
-                rows.push(Row::median(metric, samples, "GB/s").label(key, field.size).label("subject", subject.name()));
-            }
-            line.push(format!("{:.2}", share(each, best(each))));
-            lines.add_row(line);
-        }
-        tables.push((title.to_owned(), lines));
-    };
-    let kind = format!("GB/s, median of {} runs", args.runs);
-    section(&format!("Chunks, cold, one fence per chunk ({kind})"), "clear.chunk", "chunk", chunks.len(), &mut rows);
-    section(&format!("Regions, cold ({kind})"), "clear.region_cold", "region", sizes.len(), &mut rows);
-    section(
-        &format!("Regions, cold, read right after: the fault case ({kind})"),
-        "clear.region_cold_touched",
-        "region",
-        sizes.len(),
-        &mut rows,
-    );
-    section(&format!("Regions, hot ({kind})"), "clear.region_hot", "region", hot.len(), &mut rows);
-
-    rows.push(Row::median("clear.worst_unit", &worst_unit, "ms"));
-    rows.extend(crossovers(&clearer.policy().profile));
-    let longest = format!(
+    let worst_unit = worst_unit(cx, clearer, memory.context("the memory is gone")?, args.runs)?;
+    results.rows.push(Row::median("clear.worst_unit", &worst_unit, "ms"));
+    results.rows.extend(crossovers(&clearer.policy().profile));
+    results.remarks.push(format!(
         "A cooperative clear takes {:.2} ms at most between two reschedule points, with vector registers or without",
         worst_unit.median()
-    );
-    Ok(Results { tables, rows, remarks: vec![longest], ..Results::default() })
+    ));
+    Ok(results)
 }
 
 /// From which request size on the policy writes past the cache; a case in which it never does has no row.
@@ -194,25 +184,9 @@ fn crossovers(profile: &Profile) -> impl Iterator<Item = Row> + use<> {
     switching.map(|(case, bytes)| Row::single("clear.crossover", bytes as f64, "bytes").label("case", case))
 }
 
-/// Which primitive has the highest bandwidth. The policy is the last subject, and none of them.
-fn best(each: &[Samples]) -> usize {
-    let medians = each.iter().map(Samples::median).take(each.len().saturating_sub(1));
-    medians.enumerate().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(0, |(index, _)| index)
-}
-
-/// The policy's bandwidth as a share of a primitive's, run by run; the median.
-fn share(each: &[Samples], primitive: usize) -> f64 {
-    each.last().map_or(0.0, |policy| policy.per_run_ratio(&each[primitive]).median())
-}
-
 /// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk
 /// alternate, each with and without vector registers.
-fn worst_unit(
-    cx: &mut CpuCx<'_, Host<'_>>,
-    clearer: &Clearer,
-    mut memory: Dirty,
-    runs: u32,
-) -> Result<(Samples, Dirty)> {
+fn worst_unit(cx: &mut CpuCx<'_, Host<'_>>, clearer: &Clearer, mut memory: Dirty, runs: u32) -> Result<Samples> {
     let host = cx.platform();
     host.set_preempt_model(PreemptModel::None);
     let mut worst = Samples::default();
@@ -239,5 +213,5 @@ fn worst_unit(
     }
     host.grant_vectors(true);
     host.set_preempt_model(PreemptModel::Full);
-    Ok((worst, memory))
+    Ok(worst)
 }

@@ -2,6 +2,8 @@
 
 use crate::arch::Arch;
 use anyhow::{Context, Result, anyhow, bail};
+use clap::ValueEnum;
+use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
 use hugemm_workloads::size::Size;
@@ -29,15 +31,41 @@ const LAST_WORDS: usize = 40;
 /// Memory that QEMU itself needs, about.
 const OWN_BYTES: u64 = 256 << 20;
 
-hugemm_workloads::named! {
-    /// What executes a guest.
-    Accel {
-        /// Translation in software: works everywhere, and only ratios and counts mean something.
-        Tcg = "tcg",
-        /// The same, and time is counted: an instruction takes a nanosecond, whatever else this machine does.
-        Icount = "icount",
-        /// The processor.
-        Kvm = "kvm",
+/// What executes a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Accel {
+    /// Translation in software: works everywhere, and only ratios and counts mean something.
+    Tcg,
+    /// The same by one thread, by a clock that an instruction advances by a nanosecond: ratios hold on a busy machine too,
+    /// and caches cost nothing.
+    Icount,
+    /// The processor, through /dev/kvm.
+    Kvm,
+    /// kvm where it can be had and this machine is no virtual one itself, else tcg.
+    Auto,
+}
+
+impl Accel {
+    /// Any but `auto`. If that comes to tcg on this machine's architecture, a line on standard error says why.
+    pub fn decide(self, arch: Arch, environment: &Environment) -> Accel {
+        let why = match kvm_usable() {
+            _ if self != Accel::Auto => return self,
+            // Another architecture is always emulated.
+            _ if arch != Arch::NATIVE => return Accel::Tcg,
+            // Without nested page tables below, page faults and flushes take a thousand times as long as under emulation.
+            Ok(()) if environment.virtualization.hypervisor => {
+                "this machine is a virtual one, whose kvm may be slower than emulation; --accel kvm takes it".to_owned()
+            }
+            Ok(()) => return Accel::Kvm,
+            Err(error) => format!("{error:#}"),
+        };
+        eprintln!("hugemm: tcg executes the guest: {why}");
+        Accel::Tcg
+    }
+
+    /// As it is asked for.
+    pub fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
 
@@ -71,10 +99,25 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// The last line that says something, for a message of one line.
-    pub fn last_word(&self) -> &str {
-        let lines = self.last_words.iter().rev().map(|line| line.trim());
-        lines.into_iter().find(|line| !line.is_empty()).unwrap_or("nothing")
+    /// Why a guest that said nothing of it ended.
+    pub fn why(&self, guest: &Guest) -> String {
+        let mut lines = self.last_words.iter().rev().map(|line| line.trim());
+        let last = lines.find(|line| !line.is_empty()).unwrap_or("nothing");
+        let complaint = self.complaint.lines().next().unwrap_or("").trim();
+        let why = match self.status {
+            _ if self.timed_out => {
+                let (seconds, accel) = (guest.deadline.as_secs(), guest.accel.name());
+                format!("the guest had not finished after {seconds} s under {accel}; use a larger --timeout")
+            }
+            None => {
+                let seconds = guest.silence.as_secs();
+                format!("the guest hangs: no word for {seconds} s, not even from its watchdog")
+            }
+            Some(status) if status.success() => "the guest reset by itself".to_owned(),
+            Some(status) if complaint.is_empty() => format!("QEMU ended with {status}"),
+            Some(status) => return format!("QEMU ended with {status}: {complaint}"),
+        };
+        format!("{why}; its last words: {last}")
     }
 }
 
@@ -108,6 +151,23 @@ fn not_started(arch: Arch, error: std::io::Error) -> anyhow::Error {
 }
 
 impl Guest {
+    /// With one CPU, and nothing to boot yet.
+    pub fn new(arch: Arch, accel: Accel, cpu_model: &str, memory: Size, seconds: u64) -> Self {
+        Guest {
+            arch,
+            accel,
+            cpu_model: cpu_model.to_owned(),
+            cpus: 1,
+            memory,
+            kernel: PathBuf::new(),
+            initrd: None,
+            append: String::new(),
+            options: Vec::new(),
+            deadline: Duration::from_secs(seconds),
+            silence: Duration::MAX,
+        }
+    }
+
     /// Boots it and hands every line of its serial port to `line`, until QEMU ends, `line` breaks, or the deadline passes.
     ///
     /// # Errors
@@ -234,7 +294,7 @@ impl Drop for Running {
 }
 
 /// Reads along; the lines end with the stream.
-fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
+pub fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     let (sender, lines) = channel();
     std::thread::spawn(move || {
         for line in stream.into_iter().flat_map(|stream| BufReader::new(stream).split(b'\n')) {

@@ -95,7 +95,7 @@ fn explained(figures: &[Explained]) -> Table {
     let mut lines = table::new(["figure", "value", "meaning"]);
     for (row, what) in figures {
         let name = saved::name(row).trim_start_matches("replay.").to_owned();
-        lines.add_row([name, cell(row.samples(), row.unit()), what.clone()]);
+        lines.add_row([name, cell(&row.samples, &row.unit), what.clone()]);
     }
     if let Some(column) = lines.column_mut(2) {
         column.set_cell_alignment(CellAlignment::Left);

@@ -56,11 +56,6 @@ pub fn run(args: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Writes the page of one document that was not saved.
-pub fn write_page(file: &Path, document: Saved) -> Result<()> {
-    write(file, &html::page(&Content::of(&[(stem(file), document)])))
-}
-
 fn write(file: &Path, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }

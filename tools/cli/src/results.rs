@@ -40,7 +40,7 @@ impl<R> Line<R> {
             ("cpus", 1) => "1 CPU".to_owned(),
             ("cpus", cpus) => format!("{cpus} CPUs"),
             ("interrupts", _) => format!("interrupts {}", self.label(name)),
-            ("size" | "working_set", bytes @ 1..) => Size(bytes).to_string(),
+            ("size" | "working_set" | "chunk" | "region", bytes @ 1..) => Size(bytes).to_string(),
             _ => self.label(name),
         }
     }
@@ -97,6 +97,9 @@ impl Results {
 
     /// Prints all but the rows.
     pub fn print(&self, goals: &[Row]) {
+        if self.emulated {
+            println!("  note      instructions are emulated: only ratios and counts mean something");
+        }
         if !self.intro.is_empty() {
             println!("\n{}", self.intro);
         }

@@ -5,14 +5,14 @@ mod host;
 mod kernel;
 pub mod text;
 
-use crate::boot::transcript::{Transcript, of_guest as lines_of};
-use crate::document::{self, Row};
+use crate::boot::transcript::{BootLine, Transcript, of_guest as lines_of};
+use crate::document::Row;
 use crate::ground;
 use crate::machine::{GIB, Machine};
 use crate::options::{Common, Kind};
-use crate::results::Line;
+use crate::progress;
+use crate::results::{Line, Results};
 use crate::stats::Samples;
-use crate::{noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use hugemm_base::{Extent, PageSize};
@@ -26,7 +26,6 @@ pub use hugemm_workloads::vm_host::HostSide as Side;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 use hugemm_workloads::words::Named;
-use std::path::PathBuf;
 
 /// What the run consists of.
 pub const RUN_HELP: &str = "\
@@ -61,17 +60,11 @@ pub struct Run {
     /// CPUs that create machines [default: all].
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=44))]
     pub workers: Option<u32>,
-    /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
-    pub vcpus: u32,
     #[command(flatten)]
     pub host: request::Run,
     /// Leave this machine's kernel out.
     #[arg(long)]
     pub no_kernel: bool,
-    /// Write an HTML page with plots to FILE.
-    #[arg(long, value_name = "FILE")]
-    pub report: Option<PathBuf>,
     #[command(flatten)]
     pub common: Common,
 }
@@ -79,18 +72,20 @@ pub struct Run {
 /// Memory is managed in multiples of what one 2 MiB block of descriptors describes.
 const GRAIN: u64 = 128 << 20;
 
+/// CPUs that each guest runs on, and that its flushes have to interrupt: counted, not sent.
+const VCPUS: u32 = 4;
+
 pub struct RunConditions {
-    pub bytes: u64,
+    bytes: u64,
     /// CPUs that create machines.
-    pub workers: u32,
+    workers: u32,
     /// CPUs that flushes have to reach.
-    pub flushed_cpus: u32,
-    pub runs: u32,
+    flushed_cpus: u32,
     /// What interrupts are.
-    pub ipis: &'static str,
+    ipis: &'static str,
 }
 
-pub const MILLIS: Metric<PhaseFigures> = Metric::new("run.time", "ms", |it| it.nanos as f64 / 1e6);
+const MILLIS: Metric<PhaseFigures> = Metric::new("run.time", "ms", |it| it.nanos as f64 / 1e6);
 
 /// Each phase on each side, over all runs.
 #[derive(Default)]
@@ -105,18 +100,13 @@ impl Log {
         self.0[place].runs.push(*figures);
     }
 
-    /// What the reference kernel has measured, and its accounting; `None` if it ran something else.
-    pub fn of_guest(transcript: &Transcript) -> Option<(Log, Accounting)> {
-        Some((Log(lines_of(transcript)), transcript.records().last()?.0))
-    }
-
-    pub fn get(&self, side: Side, phase: RunPhase) -> Option<Measured> {
+    fn get(&self, side: Side, phase: RunPhase) -> Option<Measured> {
         let line = self.0.iter().find(|line| is(line, side, phase))?;
         Some(Measured { millis: line.samples(&MILLIS), figures: *line.runs.last()? })
     }
 
     /// The median time of all phases on a side, in milliseconds.
-    pub fn whole(&self, side: Side) -> f64 {
+    fn whole(&self, side: Side) -> f64 {
         RunPhase::ALL.iter().filter_map(|phase| Some(self.get(side, *phase)?.millis.median())).sum()
     }
 }
@@ -126,15 +116,22 @@ fn is(line: &Line<PhaseFigures>, side: Side, phase: RunPhase) -> bool {
 }
 
 /// One phase on one side.
-pub struct Measured {
-    pub millis: Samples,
+struct Measured {
+    millis: Samples,
     /// Of the last run.
-    pub figures: PhaseFigures,
+    figures: PhaseFigures,
+}
+
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript, boot: &BootLine) -> Results {
+    let BootLine { cpus, memory, .. } = *boot;
+    let setting = RunConditions { bytes: memory, workers: cpus, flushed_cpus: cpus, ipis: "IPIs" };
+    let accounting = transcript.records().last().map(|(accounting, _)| accounting).unwrap_or_default();
+    text::results_of(&Log(lines_of(transcript)), &accounting, &setting)
 }
 
 pub fn run(args: &Run) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    document::check_writable(args.report.as_deref())?;
     let bytes = match args.size {
         Some(size) if size.0.is_multiple_of(GRAIN) => size.0,
         Some(size) => {
@@ -181,7 +178,7 @@ pub fn run(args: &Run) -> Result<()> {
                 }
                 _ => {
                     let features = machine.features;
-                    let how = host::SideSetup { side, sizes, policy, features, workers, vcpus: args.vcpus };
+                    let how = host::SideSetup { side, sizes, policy, features, workers, vcpus: VCPUS };
                     // SAFETY: the region is the host's, which is used by this run alone, and initialised.
                     accounting = Some(unsafe { host::run(&how, &plan, start, &host, &mut metadata, &mut tell) }?);
                 }
@@ -190,34 +187,18 @@ pub fn run(args: &Run) -> Result<()> {
     }
     bar.finish_and_clear();
     let Some(accounting) = accounting else { bail!("nothing was run") };
-    let flushed_cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
-    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.host.runs, ipis: "modelled IPIs" };
-    let rows = rows(&log, sides, &setting, &accounting);
-    if !machine.quiet() {
-        machine.print_environment();
-        text::print(&log, &accounting, &setting, sides);
-        notes.dedup();
-        for note in &notes {
-            println!("  {note}");
-        }
-        if let Some(warning) = noise::warning(&rows) {
-            println!("\n  {warning}");
-        }
-    }
-    let document = machine.document(rows);
-    if let Some(file) = &args.report {
-        report::write_page(file, saved::Saved::from_document(&document)?)?;
-        if !machine.quiet() {
-            println!("\nreport written to {}", file.display());
-        }
-    }
-    document.write(args.common.json.as_deref())
+    let flushed_cpus = workers + (GUESTS as u32 + 1) * VCPUS;
+    let setting = RunConditions { bytes, workers, flushed_cpus, ipis: "modelled IPIs" };
+    let mut results = text::results_of(&log, &accounting, &setting);
+    notes.dedup();
+    results.remarks.append(&mut notes);
+    machine.show(results)
 }
 
 /// One row per figure, the sides told apart by a label.
-pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Accounting) -> Vec<Row> {
+fn rows(log: &Log, setting: &RunConditions, accounting: &Accounting) -> Vec<Row> {
     let mut rows = Vec::new();
-    for side in sides {
+    for side in Side::ALL {
         for &phase in RunPhase::ALL {
             let Some(measured) = log.get(*side, phase) else { continue };
             let label = |row: Row| {

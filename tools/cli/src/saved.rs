@@ -54,11 +54,6 @@ impl Saved {
         Self::of(value).map_err(|why| anyhow::anyhow!("what came out {why}"))
     }
 
-    /// What a document of this program is when it is read again.
-    pub fn from_document(document: &impl serde::Serialize) -> Result<Self> {
-        Self::of(serde_json::to_value(document)?).map_err(|why| anyhow::anyhow!("the document {why}"))
-    }
-
     fn of(value: Value) -> Result<Self, String> {
         const REMEDY: &str = "save one with: hugemm COMMAND --json=FILE";
         let Some(schema) = value.get("schema") else {
@@ -102,7 +97,7 @@ pub fn same_schema<'a>(mut documents: impl Iterator<Item = (&'a PathBuf, &'a Sav
 
 /// The labels that tell a row from others of its metric, in their order, as `name=value`.
 pub fn identity(row: &Row) -> impl Iterator<Item = (&str, String)> {
-    row.labels()
+    row.labels
         .iter()
         .filter(|(name, _)| !OUTCOMES.contains(&name.as_str()))
         .map(|(name, value)| (name.as_str(), plain(value)))
@@ -110,7 +105,7 @@ pub fn identity(row: &Row) -> impl Iterator<Item = (&str, String)> {
 
 /// A figure's name for people: its metric, and the labels that tell it from others.
 pub fn name(row: &Row) -> String {
-    identity(row).fold(row.metric().to_owned(), |name, (label, value)| format!("{name} {label}={value}"))
+    identity(row).fold(row.metric.clone(), |name, (label, value)| format!("{name} {label}={value}"))
 }
 
 /// A label's value without quotation marks.
@@ -149,7 +144,7 @@ mod tests {
         let row =
             json!({"metric": "m", "value": null, "unit": "ns", "stdev": 0.0, "runs": 1, "side": "a", "met": true});
         let saved = Saved::of(json!({"schema": 1, "results": [row], "later": {}})).expect("a document");
-        assert!(saved.results[0].value().is_nan());
+        assert!(saved.results[0].value.is_nan());
         assert_eq!(identity(&saved.results[0]).collect::<Vec<_>>(), [("side", "a".to_owned())]);
     }
 }

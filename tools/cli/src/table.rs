@@ -23,7 +23,3 @@ pub fn print(title: &str, table: &Table) {
         println!("  {}", line.trim_end());
     }
 }
-
-pub fn gbps(value: f64) -> String {
-    format!("{value:.1}")
-}

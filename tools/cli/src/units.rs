@@ -63,12 +63,12 @@ pub fn better(row: &Row) -> Option<Better> {
         Some(Bound::Beside) | None => {}
     }
     // What a workload declares of its own metrics.
-    if let Some(metric) = METRICS.iter().find(|metric| metric.name == row.metric()) {
+    if let Some(metric) = METRICS.iter().find(|metric| metric.name == row.metric) {
         return metric.better;
     }
-    let last = row.metric().rsplit('.').next().unwrap_or_default();
+    let last = row.metric.rsplit('.').next().unwrap_or_default();
     let named = NAMES.iter().find(|(name, _)| *name == last);
-    named.or_else(|| UNITS.iter().find(|(unit, _)| *unit == row.unit())).map(|(_, better)| *better)
+    named.or_else(|| UNITS.iter().find(|(unit, _)| *unit == row.unit)).map(|(_, better)| *better)
 }
 
 /// Whether the unit is one of things that are counted.

@@ -8,9 +8,9 @@ mod read;
 use crate::cgroup::cpu_quota;
 use crate::memory::Region;
 use crate::roots::{Roots, text};
-use crate::topology::{HostNode, MachineTopology, ThpSettings};
+use crate::topology::{Caches, HostNode, MachineTopology, ThpSettings};
 use anyhow::Result;
-use read::{cache_info, flag, load_average, memory_info, pool_info, read_cpu, read_frequency, read_kernel};
+use read::{flag, load_average, memory_info, pool_info, read_cpu, read_frequency, read_kernel};
 use serde::{Deserialize, Serialize};
 
 /// The machine and its settings at one moment.
@@ -21,7 +21,7 @@ pub struct Environment {
     /// The processor.
     pub cpu: CpuInfo,
     /// Caches of the first allowed CPU, as the kernel states them.
-    pub caches: CacheInfo,
+    pub caches: Caches,
     /// NUMA nodes.
     pub numa_nodes: Vec<HostNode>,
     /// The kernel.
@@ -97,21 +97,6 @@ pub struct CpuInfo {
     pub features: Vec<String>,
     /// Known hardware bugs as the kernel lists them.
     pub bugs: Vec<String>,
-}
-
-/// Cache sizes.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CacheInfo {
-    /// First-level data cache in bytes.
-    pub l1d_bytes: Option<u64>,
-    /// Second-level cache in bytes.
-    pub l2_bytes: Option<u64>,
-    /// Third-level cache in bytes.
-    pub l3_bytes: Option<u64>,
-    /// The CPUs that share the third-level cache.
-    pub l3_shared_cpus: Vec<u32>,
-    /// Line size in bytes.
-    pub line_bytes: Option<u64>,
 }
 
 /// The kernel.
@@ -231,7 +216,7 @@ impl Environment {
         let sizes = topology.page_sizes;
         Ok(Self {
             arch: std::env::consts::ARCH.to_owned(),
-            caches: cache_info(&topology.caches),
+            caches: topology.caches,
             numa_nodes: topology.nodes,
             kernel: read_kernel(roots),
             transparent_huge_pages: ThpSettings::read(roots),

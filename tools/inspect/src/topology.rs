@@ -34,26 +34,19 @@ pub struct HostNode {
     pub distances: Vec<u32>,
 }
 
-/// One cache as sysfs describes it. Virtual machines often describe caches that they do not have the use of.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cache {
-    /// Its size in bytes.
-    pub bytes: u64,
-    /// Its line size in bytes, if stated.
-    pub line_bytes: Option<u64>,
-    /// The CPUs that share it.
-    pub shared_cpus: Vec<u32>,
-}
-
-/// The caches of one CPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// Caches of one CPU as sysfs describes them. Virtual machines often describe caches that they do not have the use of.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caches {
-    /// First-level data cache.
-    pub l1d: Option<Cache>,
-    /// Second-level cache.
-    pub l2: Option<Cache>,
-    /// Third-level cache.
-    pub l3: Option<Cache>,
+    /// First-level data cache in bytes.
+    pub l1d_bytes: Option<u64>,
+    /// Second-level cache in bytes.
+    pub l2_bytes: Option<u64>,
+    /// Third-level cache in bytes.
+    pub l3_bytes: Option<u64>,
+    /// The CPUs that share the third-level cache.
+    pub l3_shared_cpus: Vec<u32>,
+    /// Line size in bytes.
+    pub line_bytes: Option<u64>,
 }
 
 impl Caches {
@@ -64,26 +57,25 @@ impl Caches {
         for index in 0..16 {
             let dir = dir.join(format!("index{index}"));
             let Some(bytes) = text(dir.join("size")).and_then(|t| parse_size(&t)) else { continue };
-            let cache = Cache {
-                bytes,
-                line_bytes: number(dir.join("coherency_line_size")),
-                shared_cpus: text(dir.join("shared_cpu_list")).and_then(|t| parse_list(&t).ok()).unwrap_or_default(),
-            };
             let kind = text(dir.join("type")).unwrap_or_default();
-            let slot = match (number(dir.join("level")), kind.as_str()) {
-                (Some(1), "Data" | "Unified") => &mut caches.l1d,
-                (Some(2), _) => &mut caches.l2,
-                (Some(3), _) => &mut caches.l3,
+            match (number(dir.join("level")), kind.as_str()) {
+                (Some(1), "Data" | "Unified") => caches.l1d_bytes = Some(bytes),
+                (Some(2), _) => caches.l2_bytes = Some(bytes),
+                (Some(3), _) => {
+                    caches.l3_bytes = Some(bytes);
+                    let shared = text(dir.join("shared_cpu_list")).and_then(|t| parse_list(&t).ok());
+                    caches.l3_shared_cpus = shared.unwrap_or_default();
+                }
                 _ => continue,
-            };
-            *slot = Some(cache);
+            }
+            caches.line_bytes = caches.line_bytes.or_else(|| number(dir.join("coherency_line_size")));
         }
         caches
     }
 
-    /// The last-level cache: the largest level that is known.
-    pub fn last_level(&self) -> Option<&Cache> {
-        self.l3.as_ref().or(self.l2.as_ref()).or(self.l1d.as_ref())
+    /// The last-level cache in bytes: the largest level that is known.
+    pub fn last_level(&self) -> Option<u64> {
+        self.l3_bytes.or(self.l2_bytes).or(self.l1d_bytes)
     }
 }
 
@@ -362,9 +354,9 @@ mod tests {
         assert_eq!((t.cores(), t.packages()), (4, 2));
         let nodes: Vec<_> = t.nodes.iter().map(|node| (node.id, node.memory_bytes, &node.distances[..])).collect();
         assert_eq!(nodes, [(0, 1 << 20, &[10, 21][..]), (1, 0, &[])]);
-        assert_eq!(t.caches.l1d.as_ref().unwrap().bytes, 48 << 10);
-        assert_eq!(t.caches.last_level().unwrap().shared_cpus, [0, 1, 4, 5]);
-        assert_eq!(t.caches.l2, None);
+        assert_eq!(t.caches.l1d_bytes, Some(48 << 10));
+        assert_eq!(t.caches.l3_shared_cpus, [0, 1, 4, 5]);
+        assert_eq!((t.caches.l2_bytes, t.caches.last_level()), (None, Some(32 << 20)));
         assert_eq!(t.page_sizes.hugetlb, [2 << 20, 1 << 30]);
         assert_eq!(ThpSettings::read(&m.roots()).page_bytes, Some(2 << 20));
     }

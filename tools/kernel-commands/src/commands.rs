@@ -17,7 +17,6 @@ mod vmalloc;
 
 use crate::output;
 use ::alloc::vec::Vec;
-use core::fmt;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::{AllocError, Frozen};
@@ -26,56 +25,43 @@ use hugemm_kernel::memory::frames;
 use hugemm_kernel::{BootInfo, Cx, ExitCode, smp};
 use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
-use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
 use hugemm_workloads::request::{Request, RequestError};
+use thiserror::Error;
 
-macro_rules! failures {
-    ($($(#[$doc:meta])* $variant:ident($type:ty),)+) => {
-        #[derive(Debug)]
-        pub enum Failure {
-            Memory,
-            /// The architecture does not have it, or not yet; what to do instead.
-            NotHere(&'static str),
-            $($(#[$doc])* $variant($type),)+
-        }
-
-        $(impl From<$type> for Failure {
-            fn from(error: $type) -> Self {
-                Failure::$variant(error)
-            }
-        })+
-
-        impl fmt::Display for Failure {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self {
-                    Failure::Memory => {
-                        f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
-                    }
-                    Failure::NotHere(why) => f.write_str(why),
-                    $(Failure::$variant(error) => error.fmt(f),)+
-                }
-            }
-        }
-    };
-}
-
-failures! {
-    Request(RequestError),
-    Exhausted(Exhausted),
-    Clear(Reason),
-    Calibrate(CalibrateError),
-    Policy(ProfileError),
+/// Why a command ended early.
+#[derive(Debug, Error)]
+pub enum Failure {
+    #[error("the guest has too little memory for this; use a larger --memory or a smaller size")]
+    Memory,
+    /// The architecture does not have it, or not yet; what to do instead.
+    #[error("{0}")]
+    NotHere(&'static str),
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    #[error(transparent)]
+    Exhausted(#[from] Exhausted),
+    #[error(transparent)]
+    Calibrate(#[from] CalibrateError),
+    #[error(transparent)]
+    Policy(#[from] ProfileError),
     /// A page table refused what a command asked of it.
-    Paging(PagingError),
+    #[error(transparent)]
+    Paging(#[from] PagingError),
     /// A huge page pool refused what a command asked of it.
-    Pool(PoolError),
-    Vm(VmError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    #[error(transparent)]
+    Vm(#[from] VmError),
     /// A request for a kernel area was refused.
-    Kva(hugemm_kva::KvaError),
-    HostRun(hugemm_workloads::vm_host::HostRunError),
-    Age(hugemm_workloads::age::Failed),
-    Found(selftest::Finding),
+    #[error(transparent)]
+    Kva(#[from] hugemm_kva::KvaError),
+    #[error(transparent)]
+    HostRun(#[from] hugemm_workloads::vm_host::HostRunError),
+    #[error(transparent)]
+    Age(#[from] hugemm_workloads::age::Failed),
+    #[error(transparent)]
+    Found(#[from] selftest::Finding),
 }
 
 impl From<AllocError> for Failure {

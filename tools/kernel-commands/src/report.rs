@@ -17,7 +17,7 @@
 use core::fmt::{self, Write};
 
 /// The value of a field.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub enum Value<'a> {
     /// A whole number.
     Int(u64),
@@ -26,13 +26,8 @@ pub enum Value<'a> {
     /// Yes or no.
     Bool(bool),
     /// Text, as it prints.
-    Text(&'a dyn TextValue),
+    Text(&'a dyn fmt::Display),
 }
-
-/// What can be a text field.
-pub trait TextValue: fmt::Display + fmt::Debug {}
-
-impl<T: fmt::Display + fmt::Debug> TextValue for T {}
 
 impl From<u64> for Value<'_> {
     fn from(value: u64) -> Self {
@@ -58,7 +53,7 @@ impl From<f64> for Value<'_> {
     }
 }
 
-impl<'a, T: TextValue> From<&'a T> for Value<'a> {
+impl<'a, T: fmt::Display> From<&'a T> for Value<'a> {
     fn from(value: &'a T) -> Self {
         Value::Text(value)
     }

@@ -14,7 +14,7 @@ use hugemm_paging::{
     ShootdownPolicy, TlbSpace, UserSpace,
 };
 use hugemm_vm::Access;
-use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
+use hugemm_workloads::shootdown::{self, Operation, ShootdownRig, Shot};
 
 /// What is to be found at the addresses of a space.
 pub trait Pages: Sync {
@@ -151,16 +151,10 @@ impl<'a> BareSpace<'a> {
         policy: &ShootdownPolicy,
         refill: &dyn Fn(),
     ) -> Result<Shot, PagingError> {
-        // SAFETY: the direct map has every frame, always.
-        let tables = unsafe { FromFrames::new(frames()) };
         let (shootdown, space, table) = (shootdown(), &self.tlb, &self.table);
-        shootdown::run(
-            cx,
-            &ShootdownRig { shootdown, space, table, tables: &tables, frame, refill },
-            span,
-            operation,
-            policy,
-        )
+        let rig = ShootdownRig { shootdown, space, table, frames: frames(), frame, refill };
+        // SAFETY: the direct map has every frame, always.
+        unsafe { shootdown::run(cx, &rig, span, operation, policy) }
     }
 
     /// Flushes a span on all CPUs that have the space loaded.

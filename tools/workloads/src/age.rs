@@ -11,7 +11,6 @@ mod part;
 pub use figures::{AgeFigures, METRICS};
 pub use part::{OWN_AT, Part, SHARED_AT, Turn, set_up};
 
-use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::random::Random;
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -19,6 +18,7 @@ use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, Virt
 use hugemm_paging::Lookup;
 use hugemm_reclaim::Watermarks;
 use hugemm_vm::{Access, AddressSpace, Backing, Cx, Pinned, Served, Setup, Vm, VmError, VmaKind};
+use thiserror::Error;
 
 /// Pages in a window, as in the patch series' program.
 pub const WINDOW: u64 = 1024;
@@ -129,40 +129,23 @@ pub struct Torn {
 }
 
 /// Why a window ended early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Failed {
     /// Content is not what it was.
+    #[error(
+        "process {} found {:#x} in word {} of page {} and not {:#x}: reclaim has lost data, which is a bug",
+        .0.process, .0.found, .0.word, .0.page, .0.expected
+    )]
     Wrong(WrongWord),
     /// A device and its process no longer have the same page.
+    #[error(
+        "page {} of process {} is pinned in frame {} and mapped as {:?}: reclaim has torn it from its device, which is a bug",
+        .0.page, .0.process, .0.pinned, .0.mapped
+    )]
     Torn(Torn),
     /// A fault or a request was refused for another reason than lack of memory.
-    Fault(VmError),
-}
-
-impl fmt::Display for Failed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Failed::Wrong(WrongWord { process, page, word, found, expected }) => write!(
-                f,
-                "process {process} found {found:#x} in word {word} of page {page} and not {expected:#x}: reclaim has \
-                 lost data, which is a bug"
-            ),
-            Failed::Torn(Torn { process, page, pinned, mapped }) => write!(
-                f,
-                "page {page} of process {process} is pinned in frame {pinned} and mapped as {mapped:?}: reclaim has torn it \
-                 from its device, which is a bug"
-            ),
-            Failed::Fault(error) => write!(f, "a process was refused a page, a fork or a mapping: {error}"),
-        }
-    }
-}
-
-impl core::error::Error for Failed {}
-
-impl From<VmError> for Failed {
-    fn from(error: VmError) -> Self {
-        Failed::Fault(error)
-    }
+    #[error("a process was refused a page, a fork or a mapping: {0}")]
+    Fault(#[from] VmError),
 }
 
 /// What windows did.

@@ -47,16 +47,9 @@ impl Spent {
 }
 
 /// There was no block of this order left. Everything that the loop held has been freed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no block of order {0} was left; use more memory or hold fewer blocks")]
 pub struct Exhausted(pub Order);
-
-impl core::fmt::Display for Exhausted {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "no block of order {} was left; use more memory or hold fewer blocks", self.0)
-    }
-}
-
-impl core::error::Error for Exhausted {}
 
 /// An allocator as the loops see it.
 pub trait Source<P: Cpu> {

@@ -6,7 +6,6 @@
 //!
 //! | module | measures |
 //! |---|---|
-//! | [`sweep`] | primitives, and the policy's choice, by chunk and region size |
 //! | [`alloc_free`] | allocating and freeing frames (what allocators are compared by) |
 //! | [`pool`] | growing and shrinking a huge page pool |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears |
@@ -15,7 +14,6 @@
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`vm_host`] | the work of a virtual machine host, all systems together |
 //! | [`vmalloc`] | kernel areas taken and freed, batched and page by page |
-//! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`request`] | which of them the reference kernel runs, with which arguments |
 //! | [`words`] | how arguments are written as one line |
@@ -25,7 +23,6 @@
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
-pub mod mapping;
 #[cfg(feature = "clap")]
 pub mod options;
 pub mod pool;
@@ -34,50 +31,12 @@ pub mod request;
 pub mod shootdown;
 #[cfg(feature = "clap")]
 pub mod size;
-pub mod sweep;
 pub mod vm_create;
 pub mod vm_host;
 pub mod vmalloc;
 pub mod words;
 
 use hugemm_base::Clock;
-use hugemm_clear::StopReason;
-
-/// What one timed pass did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Pass {
-    /// Bytes cleared.
-    pub bytes: u64,
-    /// Nanoseconds it took.
-    pub nanos: u64,
-}
-
-impl Pass {
-    /// Both added up.
-    pub fn plus(self, other: Pass) -> Pass {
-        Pass { bytes: self.bytes + other.bytes, nanos: self.nanos + other.nanos }
-    }
-}
-
-/// Why a pass ended early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The clear stopped.
-    Stopped(StopReason),
-    /// The sizes do not divide each other or do not fit the memory.
-    BadSize,
-}
-
-impl core::fmt::Display for Reason {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Reason::Stopped(reason) => reason.fmt(f),
-            Reason::BadSize => f.write_str("the sizes do not divide the memory; use powers of two that fit"),
-        }
-    }
-}
-
-impl core::error::Error for Reason {}
 
 /// Times `f`.
 fn timed<T>(clock: &impl Clock, f: impl FnOnce() -> T) -> (T, u64) {

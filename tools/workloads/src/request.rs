@@ -14,26 +14,15 @@ use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
 /// Why a line is no request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     /// There is no such command.
+    #[error("the image does not know this command; rebuild it from the sources of this hugemm")]
     NoSuchCommand,
     /// This argument is missing or has no valid value.
+    #[error("the argument {0} is missing or has no valid value")]
     Argument(&'static str),
 }
-
-impl fmt::Display for RequestError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            RequestError::NoSuchCommand => {
-                f.write_str("the image does not know this command; rebuild it from the sources of this hugemm")
-            }
-            RequestError::Argument(name) => write!(f, "the argument {name} is missing or has no valid value"),
-        }
-    }
-}
-
-impl core::error::Error for RequestError {}
 
 /// What follows a command's name, which ends with the line or a space.
 fn after_name<'a>(name: &str, line: &'a str) -> Option<&'a str> {

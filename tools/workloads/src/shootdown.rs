@@ -12,21 +12,8 @@ use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw, VirtRange
 use hugemm_frames::{Env, Frames};
 use hugemm_paging::{
     Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, UserSpace,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, TlbShootdown, TlbSpace, UserSpace,
 };
-
-/// Where tables come from, for the time of one operation.
-pub trait Tables<P> {
-    /// The source.
-    type Memory<'a, 'p>: TableMemory
-    where
-        Self: 'a,
-        P: 'p,
-        'p: 'a;
-
-    /// The source, for the calling task.
-    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p>;
-}
 
 named! {
     /// What is done to the pages.
@@ -92,7 +79,7 @@ pub fn too_long(probed: u64, pages: u64, limit: f64) -> Option<f64> {
 }
 
 /// The machine as the workload uses it.
-pub struct ShootdownRig<'a, H, F, L, T, M> {
+pub struct ShootdownRig<'a, 'm, H, F, L, E: Env, M> {
     /// All TLBs.
     pub shootdown: &'a TlbShootdown<'a, H>,
     /// Whose users are flushed.
@@ -100,32 +87,43 @@ pub struct ShootdownRig<'a, H, F, L, T, M> {
     /// Its tables.
     pub table: &'a PageTable<F, L>,
     /// Where they come from.
-    pub tables: &'a T,
+    pub frames: &'a Frames<'m, E>,
     /// The frame that every page is mapped to.
     pub frame: Pfn,
     /// Uses a working set again: what a flush of everything costs afterwards.
     pub refill: &'a dyn Fn(),
 }
 
+impl<'m, H, F, L, E: Env, M> ShootdownRig<'_, 'm, H, F, L, E, M> {
+    fn tables<'a, 'p, P: Cpu + PhysMap>(&'a self, cx: &'a CpuCx<'p, P>) -> FrameTables<'a, 'p, 'm, P, E> {
+        // SAFETY: the promise made to `run`.
+        unsafe { FrameTables::new(self.frames, cx) }
+    }
+}
+
 /// Maps `span`, changes it, flushes, and leaves it unmapped.
-pub fn run<P, H, F, L, T, M>(
+///
+/// # Safety
+///
+/// As for [`FrameTables::new`], of the rig's frames.
+pub unsafe fn run<P, H, F, L, E, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &ShootdownRig<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, '_, H, F, L, E, M>,
     span: VirtRange,
     operation: Operation,
     policy: &ShootdownPolicy,
 ) -> Result<Shot, PagingError>
 where
-    P: Cpu + Clock,
+    P: Cpu + Clock + PhysMap,
     H: TlbHw,
     F: PageFormat,
     L: RawEditLock,
-    T: Tables<P>,
+    E: Env,
     M: AsRef<[AtomicU64]>,
 {
     let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
     let frames = (0..span.pages()).filter_map(|_| Extent::new(setup.frame, 1).ok());
-    setup.table.shared(setup.tables.memory(cx)).map(span, frames, how)?;
+    setup.table.shared(setup.tables(cx)).map(span, frames, how)?;
     (setup.refill)();
     let before = setup.shootdown.counts();
     let start = cx.platform().now_ns();
@@ -139,31 +137,31 @@ where
     Ok(Shot { nanos, counts })
 }
 
-fn change<P, H, F, L, T, M>(
+fn change<P, H, F, L, E, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &ShootdownRig<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, '_, H, F, L, E, M>,
     span: VirtRange,
     operation: Operation,
     policy: &ShootdownPolicy,
 ) -> Result<(), PagingError>
 where
-    P: Cpu + Clock,
+    P: Cpu + Clock + PhysMap,
     H: TlbHw,
     F: PageFormat,
     L: RawEditLock,
-    T: Tables<P>,
+    E: Env,
     M: AsRef<[AtomicU64]>,
 {
     match operation {
         Operation::Protect => {
             let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-            let stale = setup.table.shared(setup.tables.memory(cx)).protect(span, change)?;
+            let stale = setup.table.shared(setup.tables(cx)).protect(span, change)?;
             if stale.flush().is_some() {
                 each_part(cx, setup, span, policy, false);
             }
         }
         Operation::Unmap => {
-            let unhooked = setup.table.exclusive(setup.tables.memory(cx)).detach(span, Editing::LIVE)?;
+            let unhooked = setup.table.exclusive(setup.tables(cx)).detach(span, Editing::LIVE)?;
             let detached = if policy.pages_per_batch < span.pages() {
                 each_part(cx, setup, span, policy, true);
                 // SAFETY: every page of the span has been flushed since, with the tables above it.
@@ -176,7 +174,7 @@ where
                 let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) else { return Ok(()) };
                 detached
             };
-            let mut table = setup.table.exclusive(setup.tables.memory(cx));
+            let mut table = setup.table.exclusive(setup.tables(cx));
             table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error)?;
         }
     }
@@ -184,15 +182,16 @@ where
 }
 
 /// A flush for each part of a span that the policy makes a batch of its own.
-fn each_part<P, H, F, L, T, M>(
+fn each_part<P, H, F, L, E, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &ShootdownRig<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, '_, H, F, L, E, M>,
     span: VirtRange,
     policy: &ShootdownPolicy,
     tables: bool,
 ) where
     P: Cpu,
     H: TlbHw,
+    E: Env,
     M: AsRef<[AtomicU64]>,
 {
     for part in policy.batches(span, PageSize::Size4K) {
@@ -206,35 +205,6 @@ fn each_part<P, H, F, L, T, M>(
             batch.changed(part, PageSize::Size4K);
             batch.flush(setup.shootdown, cx, policy);
         }
-    }
-}
-
-/// Tables from the frame allocator.
-#[derive(Debug)]
-pub struct FromFrames<'a, 'm, E: Env>(&'a Frames<'m, E>);
-
-impl<'a, 'm, E: Env> FromFrames<'a, 'm, E> {
-    /// Tables from `frames`.
-    ///
-    /// # Safety
-    ///
-    /// As for [`FrameTables::new`], with the platforms of the contexts that are passed to [`Tables::memory`].
-    pub unsafe fn new(frames: &'a Frames<'m, E>) -> Self {
-        FromFrames(frames)
-    }
-}
-
-impl<'f, 'm, P: Cpu + PhysMap, E: Env> Tables<P> for FromFrames<'f, 'm, E> {
-    type Memory<'a, 'p>
-        = FrameTables<'a, 'p, 'm, P, E>
-    where
-        Self: 'a,
-        P: 'p,
-        'p: 'a;
-
-    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p> {
-        // SAFETY: the promise made to `new`.
-        unsafe { FrameTables::new(self.0, cx) }
     }
 }
 

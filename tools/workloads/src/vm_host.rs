@@ -14,7 +14,6 @@ pub mod walk;
 
 use crate::vm_create::{CreateMethod, Creation};
 use accounting::{Accounting, Mismatch, Start};
-use core::fmt;
 pub use figures::{FlushCounts, FramesUsed, PhaseFigures, RunPhase, SwapCounts};
 use guest::{Guest, Spread};
 use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, VirtRangeError};
@@ -23,6 +22,7 @@ use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 pub use sides::{Granularity, HostSide, Ways};
+use thiserror::Error;
 
 /// Small guests.
 pub const GUESTS: usize = 4;
@@ -116,52 +116,26 @@ pub struct HostRun<'d, 'm, 'p, 'e, S: Setup, V: DescriptorMap> {
 }
 
 /// Why a run ended early.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum HostRunError {
     /// An address space refused something.
-    Vm(VmError),
+    #[error(transparent)]
+    Vm(#[from] VmError),
     /// The pool refused something.
-    Pool(PoolError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
     /// The sizes make no addresses.
-    Range(VirtRangeError),
+    #[error(transparent)]
+    Range(#[from] VirtRangeError),
     /// Something is not what it should be.
-    Mismatch(Mismatch),
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
     /// The pool got fewer pages than planned.
+    #[error("the pool got only {got} pages; use a larger size")]
     Short {
         /// How many it got.
         got: u64,
     },
-}
-
-impl fmt::Display for HostRunError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            HostRunError::Vm(error) => error.fmt(f),
-            HostRunError::Pool(error) => error.fmt(f),
-            HostRunError::Range(error) => error.fmt(f),
-            HostRunError::Mismatch(wrong) => wrong.fmt(f),
-            HostRunError::Short { got } => write!(f, "the pool got only {got} pages; use a larger size"),
-        }
-    }
-}
-
-impl core::error::Error for HostRunError {}
-
-macro_rules! host_run_error {
-    ($($from:ty => $variant:ident,)+) => {
-        $(impl From<$from> for HostRunError {
-            fn from(error: $from) -> Self {
-                HostRunError::$variant(error)
-            }
-        })+
-    };
-}
-
-host_run_error! {
-    VmError => Vm,
-    PoolError => Pool,
-    VirtRangeError => Range,
-    Mismatch => Mismatch,
 }
 
 /// What there is while the guests run.

@@ -61,16 +61,9 @@ impl<T: Word> Word for Option<T> {
 pub struct List<T>([Option<T>; MOST]);
 
 /// More values than a list can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("more than {MOST} values in one list; measure them in two runs")]
 pub struct TooMany;
-
-impl fmt::Display for TooMany {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "more than {MOST} values in one list; measure them in two runs")
-    }
-}
-
-impl core::error::Error for TooMany {}
 
 impl<T: Copy> List<T> {
     /// A list of these values.

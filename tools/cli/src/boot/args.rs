@@ -1,9 +1,9 @@
 //! Options of `hugemm boot`.
 
-use crate::accel::Choice;
 use crate::arch::Arch;
 use crate::boot::machine::CPU_MODEL;
 use crate::options::Common;
+use crate::qemu::Accel;
 use crate::usage;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -46,8 +46,8 @@ pub struct Boot {
     #[arg(long, default_value = CPU_MODEL)]
     pub cpu_model: String,
     /// What executes the guest.
-    #[arg(long, value_enum, default_value_t = Choice::Auto)]
-    pub accel: Choice,
+    #[arg(long, value_enum, default_value_t = Accel::Auto)]
+    pub accel: Accel,
     /// The kernel image, instead of finding or building it.
     #[arg(long, value_name = "FILE")]
     pub image: Option<PathBuf>,

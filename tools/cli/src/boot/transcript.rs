@@ -114,12 +114,8 @@ impl Transcript {
     pub fn figures(&self) -> Results {
         let mut lines = table::new(["", "count", "of what"]);
         for row in &self.rows {
-            let labels = row.labels().values().filter_map(Value::as_str).map(|label| format!(", {label}"));
-            lines.add_row([
-                row.metric().to_owned() + &labels.collect::<String>(),
-                figure(row.value()),
-                row.unit().to_owned(),
-            ]);
+            let labels = row.labels.values().filter_map(Value::as_str).map(|label| format!(", {label}"));
+            lines.add_row([row.metric.clone() + &labels.collect::<String>(), figure(row.value), row.unit.to_string()]);
         }
         let tables = if self.rows.is_empty() { Vec::new() } else { vec![("What was done".to_owned(), lines)] };
         Results { tables, rows: self.rows.clone(), ..Results::default() }
@@ -192,7 +188,7 @@ mod tests {
     fn a_missing_line_is_noticed() {
         let mut transcript = Transcript::default();
         transcript.take(&sample(0)).expect("valid");
-        assert_eq!((transcript.rows[0].value(), &transcript.rows[0].labels()["order"]), (1.0, &9.into()));
+        assert_eq!((transcript.rows[0].value, &transcript.rows[0].labels["order"]), (1.0, &9.into()));
         let error = transcript.take(&sample(2)).expect_err("a gap").to_string();
         assert!(error.contains("line 1"), "{error}");
     }

@@ -16,7 +16,7 @@ pub struct Figure {
 
 impl Figure {
     fn of(row: &Row) -> Self {
-        Figure { value: row.value(), stdev: row.stdev(), runs: row.runs() }
+        Figure { value: row.value, stdev: row.stdev, runs: row.runs }
     }
 
     /// Both sets of runs as one: the variance is that within both and that between their values.
@@ -80,7 +80,7 @@ fn side(documents: &[Saved]) -> Side<'_> {
     let mut figures: Vec<(&Row, Figure)> = Vec::new();
     let mut places = HashMap::new();
     for row in documents.iter().flat_map(|document| &document.results) {
-        let place = *places.entry((name(row), row.unit())).or_insert(figures.len());
+        let place = *places.entry((name(row), &*row.unit)).or_insert(figures.len());
         match figures.get_mut(place) {
             Some((_, figure)) => *figure = figure.with(Figure::of(row)),
             None => figures.push((row, Figure::of(row))),
@@ -94,7 +94,7 @@ pub fn pair(a: &[Saved], b: &[Saved]) -> Paired {
     let ((left, left_places), (right, right_places)) = (side(a), side(b));
     let mut paired = Paired::default();
     for (row, figure) in &left {
-        let key = (name(row), row.unit());
+        let key = (name(row), &*row.unit);
         let Some(place) = right_places.get(&key) else {
             paired.missing.push(key.0);
             continue;
@@ -104,12 +104,12 @@ pub fn pair(a: &[Saved], b: &[Saved]) -> Paired {
             goals::verdict_of(row).filter(|said| *said != goals::NOT_TOLD_APART).map(|said| said == goals::MET)
         };
         let known: Vec<&str> = identity(row).map(|(name, _)| name).collect();
-        let labels = row.labels().iter().filter(|(name, _)| known.contains(&name.as_str()));
+        let labels = row.labels.iter().filter(|(name, _)| known.contains(&name.as_str()));
         paired.pairs.push(Pair {
             name: key.0,
-            metric: row.metric().to_owned(),
+            metric: row.metric.clone(),
             labels: labels.map(|(name, value)| (name.clone(), value.clone())).collect(),
-            unit: row.unit().to_owned(),
+            unit: row.unit.to_string(),
             better: units::better(row),
             a: *figure,
             b: other_figure,
@@ -117,7 +117,7 @@ pub fn pair(a: &[Saved], b: &[Saved]) -> Paired {
         });
     }
     for (row, _) in &right {
-        let key = (name(row), row.unit());
+        let key = (name(row), &*row.unit);
         if !left_places.contains_key(&key) {
             paired.added.push(key.0);
         }

@@ -11,6 +11,9 @@ use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
 use hugemm_workloads::size::Size;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
+/// How many they are.
+pub const COUNT: usize = 4;
+
 pub fn each(visitor: &mut impl Visit) -> Result<()> {
     visitor.visit::<BuddySystem>()?;
     visitor.visit::<Bitmap>()?;

@@ -3,6 +3,7 @@
 
 use super::args::BenchLease;
 use super::filter;
+use super::monitor::{Monitor, end_with_this};
 use super::pins::{self, Pins};
 use super::restore::{self, Snapshot};
 use crate::document::Row;
@@ -28,15 +29,10 @@ use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
 use hugemm_workloads::words::Named;
 use indicatif::ProgressBar;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use rustix::process::Signal;
 use std::fs::File;
-use std::io::Write;
-use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -610,92 +606,9 @@ fn first_use(args: &BenchLease, bytes: u64, threads: usize) -> Result<Duration> 
     until_ready(&mut command, Instant::now()).with_context(|| format!("{FIRST_USE} does not start"))
 }
 
-/// Has a program end if this thread does, killed or not: nobody else would end it.
-pub(super) fn end_with_this(command: &mut Command, signal: Signal) -> &mut Command {
-    let parent = rustix::process::getpid();
-    let end = move || {
-        rustix::process::set_parent_process_death_signal(Some(signal))?;
-        // Killed meanwhile, it sends none.
-        let is_there = rustix::process::getppid() == Some(parent);
-        is_there.then_some(()).ok_or_else(|| std::io::ErrorKind::NotFound.into())
-    };
-    // SAFETY: between fork and exec it makes two system calls.
-    unsafe { command.pre_exec(end) }
-}
-
-/// The lines of a pipe, waited for until a time, or until this command is interrupted.
-pub(super) struct Lines {
-    pipe: OwnedFd,
-    text: Vec<u8>,
-    patience: Duration,
-}
-
-impl Lines {
-    pub(super) fn new(pipe: OwnedFd, patience: Duration) -> Self {
-        Lines { pipe, text: Vec::new(), patience }
-    }
-
-    pub(super) fn next(&mut self) -> Result<String> {
-        let until = Instant::now() + self.patience;
-        loop {
-            if let Some(end) = self.text.iter().position(|&byte| byte == b'\n') {
-                let line: Vec<u8> = self.text.drain(..=end).collect();
-                return Ok(String::from_utf8_lossy(&line).into_owned());
-            }
-            interrupt::check()?;
-            if Instant::now() > until {
-                bail!("QEMU has not answered after {} s", self.patience.as_secs());
-            }
-            let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-            match poll(&mut [PollFd::new(&self.pipe, PollFlags::IN)], Some(&moment)) {
-                Ok(0) | Err(Errno::INTR) => continue,
-                other => other?,
-            };
-            let mut part = [0; 4096];
-            let got = rustix::io::retry_on_intr(|| rustix::io::read(&self.pipe, &mut part))?;
-            if got == 0 {
-                bail!("QEMU ended before it answered");
-            }
-            self.text.extend(&part[..got]);
-        }
-    }
-}
-
-/// Ends a machine: by its own command, or, if that takes long, without asking.
-pub(super) fn end(child: &mut Child) {
-    let _ = child.stdin.take().map(|mut input| input.write_all(b"{\"execute\":\"quit\"}\n"));
-    let until = Instant::now() + Duration::from_secs(10);
-    while matches!(child.try_wait(), Ok(None)) {
-        if Instant::now() > until || interrupt::requested() {
-            let _ = child.kill();
-            let _ = child.wait();
-            return;
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// How long a machine may take.
-const PATIENCE: Duration = Duration::from_secs(600);
-
 /// Starts a machine, and ends it when it answers. The time since `from`.
 fn until_ready(command: &mut Command, from: Instant) -> Result<Duration> {
-    let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = end_with_this(command, Signal::KILL).spawn()?;
-    let answered = ask(&mut child).map(|()| from.elapsed());
-    // Whatever it answered; dropping its input is not enough for a machine that did not.
-    if answered.is_err() {
-        let _ = child.kill();
-    }
-    end(&mut child);
-    answered
-}
-
-/// The greeting comes before the memory; an answer comes from a machine that is there.
-fn ask(child: &mut Child) -> Result<()> {
-    let (Some(input), Some(output)) = (child.stdin.as_mut(), child.stdout.take()) else { bail!("no pipes") };
-    input.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"query-status\"}\n")?;
-    let mut lines = Lines::new(output.into(), PATIENCE);
-    while !lines.next()?.contains("\"running\"") {}
-    Ok(())
+    let mut machine = Monitor::start(command)?;
+    machine.ask("{\"execute\":\"query-status\"}")?;
+    Ok(from.elapsed())
 }

@@ -1,6 +1,6 @@
 //! What the filter costs a program that uses many files and makes no memory.
 
-use super::bench::end_with_this;
+use super::monitor::end_with_this;
 use crate::stats::Samples;
 use anyhow::{Context, Result, bail};
 use hugemm_inspect::interrupt;

@@ -3,18 +3,17 @@
 //!
 //! Stock QEMU saves it: memory in a `memory-backend-file`, the state of devices in a file (`x-ignore-shared`).
 
-use super::bench::{Lines, end, end_with_this};
+use super::monitor::Monitor;
 use anyhow::{Context, Result, bail};
 use hugemm_lease::template::Template;
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::Signal;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 hugemm_workloads::named! {
@@ -166,10 +165,9 @@ fn guest(_: u64) -> Option<Vec<u8>> {
     None
 }
 
-/// A QEMU, ended when dropped.
+/// A machine with a guest that answers.
 struct Machine {
-    child: Child,
-    monitor: Lines,
+    monitor: Monitor,
     serial: UnixStream,
 }
 
@@ -190,42 +188,12 @@ impl Machine {
         command.args(["-nodefaults", "-display", "none"]);
         command.args(["-qmp", "stdio", "-chardev", &port, "-serial", "chardev:s", "-object", &memory, "-kernel"]);
         command.arg(snapshot.dir.join("guest")).args(more);
-        let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut child = end_with_this(command, Signal::KILL).spawn()?;
+        let mut monitor = Monitor::start(&mut command)?;
         drop(theirs);
-        let output = child.stdout.take().context("no pipe")?;
-        let mut machine = Machine { child, monitor: Lines::new(output.into(), PATIENCE), serial };
-        machine.ask("{\"execute\":\"qmp_capabilities\"}")?;
-        machine.ask(
+        monitor.ask(
             "{\"execute\":\"migrate-set-capabilities\",\"arguments\":{\"capabilities\":[{\"capability\":\"x-ignore-shared\",\"state\":true}]}}",
         )?;
-        Ok(machine)
-    }
-
-    /// What it answers to a command.
-    fn ask(&mut self, command: &str) -> Result<String> {
-        let input = self.child.stdin.as_mut().context("no pipe")?;
-        writeln!(input, "{command}").context("QEMU has ended")?;
-        loop {
-            let line = self.monitor.next()?;
-            if line.contains("\"error\"") {
-                bail!("QEMU does not do `{command}`: {line}");
-            }
-            if line.contains("\"return\"") {
-                return Ok(line);
-            }
-        }
-    }
-
-    fn ask_until(&mut self, command: &str, what: &str) -> Result<()> {
-        let end = Instant::now() + PATIENCE;
-        while !self.ask(command)?.contains(what) {
-            if Instant::now() > end {
-                bail!("QEMU is not {what} after {} s", PATIENCE.as_secs());
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(())
+        Ok(Machine { monitor, serial })
     }
 
     fn hears(&mut self, what: u8) -> Result<()> {
@@ -235,12 +203,6 @@ impl Machine {
             bail!("the guest has other memory than was saved ({})", byte[0].escape_ascii());
         }
         Ok(())
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        end(&mut self.child);
     }
 }
 
@@ -260,9 +222,9 @@ impl Snapshot {
         let memory = format!("share=on,mem-path={}", snapshot.ram().display());
         let mut machine = Machine::start(Command::new(qemu), &snapshot, &memory, &[])?;
         machine.hears(b'R')?;
-        machine.ask("{\"execute\":\"stop\"}")?;
-        machine.ask(&snapshot.migrate("migrate", "cat >"))?;
-        machine.ask_until("{\"execute\":\"query-migrate\"}", "\"completed\"")?;
+        machine.monitor.ask("{\"execute\":\"stop\"}")?;
+        machine.monitor.ask(&snapshot.migrate("migrate", "cat >"))?;
+        machine.monitor.ask_until("{\"execute\":\"query-migrate\"}", "\"completed\"")?;
         drop(machine);
         // On its disk, so that it can leave the page cache.
         File::open(snapshot.ram())?.sync_all()?;
@@ -296,9 +258,9 @@ impl Snapshot {
         command.arg(&self.qemu);
         let from = Instant::now();
         let mut machine = Machine::start(command, self, &words, &["-incoming", "defer"])?;
-        machine.ask(&self.migrate("migrate-incoming", "cat"))?;
-        machine.ask_until("{\"execute\":\"query-status\"}", "\"paused\"")?;
-        machine.ask("{\"execute\":\"cont\"}")?;
+        machine.monitor.ask(&self.migrate("migrate-incoming", "cat"))?;
+        machine.monitor.ask_until("{\"execute\":\"query-status\"}", "\"paused\"")?;
+        machine.monitor.ask("{\"execute\":\"cont\"}")?;
         machine.serial.write_all(b"!")?;
         machine.hears(b'r')?;
         let running = from.elapsed();

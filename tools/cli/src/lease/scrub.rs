@@ -22,7 +22,7 @@ pub fn scrub(lease: &Lease) -> Result<f64> {
 fn scrub_here(lease: &Lease) -> Result<f64> {
     let mapping = lease.map()?;
     let machine = Machine::new(&Common { json: None })?;
-    let last_level = machine.topology.caches.last_level().map(|cache| cache.bytes);
+    let last_level = machine.topology.caches.last_level();
     let profile = Profile::uncalibrated(&machine.features, last_level);
     let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
     let workers = machine.topology.cpus.len();

@@ -1,8 +1,8 @@
 //! Options of `hugemm linux`.
 
-use crate::accel::Choice;
 use crate::boot::args::{listed, request};
 use crate::options::Common;
+use crate::qemu::Accel;
 use anyhow::{Result, bail};
 use clap::{Args, Command};
 use hugemm_base::PageSize;
@@ -40,8 +40,8 @@ pub struct Linux {
     #[arg(long, default_value = "6GB")]
     pub memory: Size,
     /// What executes the guests.
-    #[arg(long, value_enum, default_value_t = Choice::Tcg)]
-    pub accel: Choice,
+    #[arg(long, value_enum, default_value_t = Accel::Tcg)]
+    pub accel: Accel,
     /// CPU model, in QEMU's notation [default: max,-erms; on arm64 max,pauth-impdef=on].
     #[arg(long)]
     pub cpu_model: Option<String>,
@@ -67,30 +67,6 @@ pub struct Linux {
     pub command: Vec<String>,
 }
 
-/// What the guests do.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Work {
-    /// Huge page pools grow and shrink.
-    Pool(Pool),
-    /// A virtual machine's memory is populated.
-    VmCreate(VmCreate),
-    /// Processes share more memory than there is.
-    Age(Age),
-    /// Kernel areas are taken and freed.
-    Vmalloc(Vmalloc),
-}
-
-impl Work {
-    pub fn request(&self) -> Request {
-        match *self {
-            Work::Pool(work) => Request::Pool(work),
-            Work::VmCreate(work) => Request::VmCreate(work),
-            Work::Age(work) => Request::Age(work),
-            Work::Vmalloc(work) => Request::Vmalloc(work),
-        }
-    }
-}
-
 /// Those of the reference kernel's commands that stock Linux can be asked for, with the defaults that it has an answer to.
 fn commands() -> impl Iterator<Item = Command> {
     let defaults: [(&str, &[(&str, &str)]); 4] = [
@@ -114,7 +90,7 @@ fn commands() -> impl Iterator<Item = Command> {
 ///
 /// # Errors
 /// There is no such command, or stock Linux cannot do it so.
-pub fn work(words: &[String], runs: u32) -> Result<Work> {
+pub fn work(words: &[String], runs: u32) -> Result<Request> {
     fn one<T: Copy + Word>(list: List<T>, option: &str) -> Result<T> {
         let mut values = list.iter();
         match (values.next(), values.next()) {
@@ -128,13 +104,13 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
         Request::Pool(pool) => {
             let n = one(pool.n.unwrap_or(List::one(2000)), "-n")?;
             one(pool.flush, "--flush")?;
-            Work::Pool(Pool { n: Some(List::one(n)), runs, ..pool })
+            Request::Pool(Pool { n: Some(List::one(n)), runs, ..pool })
         }
         Request::VmCreate(create) if create.how.contains(CreateMethod::Pin) => refused("--how pin without a device")?,
         Request::VmCreate(create) => {
             one(create.page, "-p")?;
             one(create.clear, "--clear")?;
-            Work::VmCreate(VmCreate { runs, ..create })
+            Request::VmCreate(VmCreate { runs, ..create })
         }
         Request::Age(age) => {
             one(age.young, "--young")?;
@@ -144,9 +120,9 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
             }
             let [shared, memory, swap] = age.sizes(Age::MEMORY).map(Some);
             // The kernel runs every page size of the list: a warm-up before the runs.
-            Work::Age(Age { shared, memory, swap, page: List::new((0..=runs).map(|_| page))?, ..age })
+            Request::Age(Age { shared, memory, swap, page: List::new((0..=runs).map(|_| page))?, ..age })
         }
-        Request::Vmalloc(areas) => Work::Vmalloc(Vmalloc { runs, ..areas }),
+        Request::Vmalloc(areas) => Request::Vmalloc(Vmalloc { runs, ..areas }),
         _ => refused("such command")?,
     })
 }
@@ -155,7 +131,7 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
 mod tests {
     use super::*;
 
-    fn read(line: &str) -> Result<Work> {
+    fn read(line: &str) -> Result<Request> {
         work(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), 3)
     }
 
@@ -178,11 +154,11 @@ mod tests {
         }
         let lines = ["bench age", "bench age --shared 1500MB", "bench vm-create", "bench vmalloc -n 7"];
         let [age, shared, create, areas] = lines.map(|line| read(line).expect("valid"));
-        assert!(matches!(age, Work::Age(age) if age.page.iter().count() == 4 && age.memory == Some(128 << 20)));
-        assert!(matches!(shared, Work::Age(age) if age.memory == Some(1000 << 20) && age.swap == Some(500 << 20)));
-        assert!(matches!(create, Work::VmCreate(create) if (create.size, create.runs) == (Some(1 << 30), 3)));
+        assert!(matches!(age, Request::Age(age) if age.page.iter().count() == 4 && age.memory == Some(128 << 20)));
+        assert!(matches!(shared, Request::Age(age) if age.memory == Some(1000 << 20) && age.swap == Some(500 << 20)));
+        assert!(matches!(create, Request::VmCreate(create) if (create.size, create.runs) == (Some(1 << 30), 3)));
         let written = |areas: Vmalloc| (areas.areas, areas.runs, areas.write) == (7, 3, Some(64 << 10));
-        assert!(matches!(areas, Work::Vmalloc(areas) if written(areas)), "{areas:?}");
+        assert!(matches!(areas, Request::Vmalloc(areas) if written(areas)), "{areas:?}");
         assert!(work(&["bench".into(), "age".into()], 16).is_err(), "more than a list can have");
     }
 }

@@ -220,7 +220,7 @@ mod tests {
         let mut results = Results::default();
         compare(&mut results, lines);
         let goals = results.goals();
-        let found: Vec<_> = goals.iter().map(|row| (row.metric(), row.value(), &row.labels()["verdict"])).collect();
+        let found: Vec<_> = goals.iter().map(|row| (&*row.metric, row.value, &row.labels["verdict"])).collect();
         assert_eq!(found, [(goal, value, &Value::from(verdict))]);
         results.rows.clear();
         compare(&mut results, &lines[..1]);
@@ -273,7 +273,7 @@ mod tests {
         ];
         let mut results = Results::default();
         looped(&mut results, lines, true);
-        let found: Vec<_> = results.rows.iter().map(|row| (row.metric(), &row.labels()["test"], row.value())).collect();
+        let found: Vec<_> = results.rows.iter().map(|row| (&*row.metric, &row.labels["test"], row.value)).collect();
         let [fix, large] = ["fix_size_alloc", "area_16m"].map(Value::from);
         let pair = PAIR.name;
         assert_eq!(

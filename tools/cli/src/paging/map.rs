@@ -13,6 +13,7 @@ use crate::document::Row;
 use crate::frames::area::AreaPlan;
 use crate::frames::args::Measured;
 use crate::machine::Machine;
+use crate::paging::mapping::{ByRange, Field, MapperLoop, Times, pass};
 use crate::results::{Line, Results};
 use crate::sides::{Side, alternate, cell, labelled};
 use crate::stats::Samples;
@@ -26,7 +27,6 @@ use hugemm_host::cpu::Host;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
-use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass};
 use hugemm_workloads::options::runs;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::size::Size;
@@ -173,7 +173,7 @@ impl<'b> Bench<'b, '_> {
                 // SAFETY: one memory; no CPU translates by the table.
                 let table = unsafe { PageTable::<X86_64>::new(&mut memory, half) }?;
                 // SAFETY: as above.
-                let all = measured(host, &mut unsafe { ByRange::new(&table, &mut memory) }, field, &|| self.flush())?;
+                let all = measured(&mut unsafe { ByRange::new(&table, &mut memory) }, field, &|| self.flush())?;
                 // SAFETY: as above.
                 unsafe { table.retire(&mut memory, |_| ()) };
                 Ok(all)
@@ -193,7 +193,7 @@ impl<'b> Bench<'b, '_> {
                 // SAFETY: the manager's frames are the host's memory, which begins at the offset plus its first frame.
                 let way = unsafe { PerPage::new(frames, cx, offset) };
                 let mut way = way.ok_or_else(|| anyhow!("no frame for a root table"))?;
-                let all = measured(host, &mut way, field, &|| self.flush())?;
+                let all = measured(&mut way, field, &|| self.flush())?;
                 way.end();
                 Ok(all)
             })?
@@ -203,8 +203,8 @@ impl<'b> Bench<'b, '_> {
 }
 
 /// All that is measured of one way.
-fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Passed> {
-    Ok(Passed([pass(host, way, field, flush)?, pass(host, way, Field { run: 1, ..field }, flush)?]))
+fn measured(way: &mut impl MapperLoop, field: Field, flush: &dyn Fn()) -> Result<Passed> {
+    Ok(Passed([pass(way, field, flush)?, pass(way, Field { run: 1, ..field }, flush)?]))
 }
 
 /// The figures of one size: the rows of both sides, and how many times as long the other takes.

@@ -1,9 +1,10 @@
 //! The `x86_64` crate's own mapper, page by page, as kernels use it today.
 
+use crate::paging::mapping::{Field, MapperLoop, refused};
+use anyhow::Result;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_frames::{Frames, Plain};
-use hugemm_workloads::mapping::{Field, MapLoopError, MapperLoop, refused};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -52,7 +53,7 @@ const TABLE: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::WRIT
 impl<P: Cpu> PerPage<'_, '_, '_, P> {
     /// Sets the flags of the entries that refer to tables, of the highest level whose entries the field fills, by the crate's own functions
     /// for it; leaves that are left become read-only.
-    fn update_tables(&mut self, field: Field, table: PageTableFlags) -> Result<(), MapLoopError> {
+    fn update_tables(&mut self, field: Field, table: PageTableFlags) -> Result<()> {
         let mut index = 0;
         while index < field.pages {
             let (at, page, rest) = (index, page(field, index), field.pages - index);
@@ -119,7 +120,7 @@ fn page(field: Field, index: u64) -> Page<Size4KiB> {
 const LEAF: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::NO_EXECUTE);
 
 impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
-    fn map(&mut self, field: Field) -> Result<(), MapLoopError> {
+    fn map(&mut self, field: Field) -> Result<()> {
         let flags = LEAF | PageTableFlags::WRITABLE;
         let mut index = 0;
         for run in field.runs() {
@@ -135,7 +136,7 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
         Ok(())
     }
 
-    fn is_writable(&mut self, field: Field, index: u64) -> Result<bool, MapLoopError> {
+    fn is_writable(&mut self, field: Field, index: u64) -> Result<bool> {
         let way = self.way(page(field, index));
         // SAFETY: tables of this tree, which is borrowed.
         let mut all = way.iter().map(|(table, index)| unsafe { table.as_ref() }[*index].flags());
@@ -144,17 +145,17 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
 
     /// By the tables, and after the flush leaf by leaf. That crate's mapper stores flags without reading them, which forgets
     /// that a page was written; so the same walk, and a load and a store.
-    fn protect(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError> {
+    fn protect(&mut self, field: Field, flush: &dyn Fn()) -> Result<()> {
         self.update_tables(field, TABLE - PageTableFlags::WRITABLE)?;
         flush();
         for index in 0..field.pages {
-            let entry = self.entry(page(field, index)).ok_or(refused(index))?;
+            let entry = self.entry(page(field, index)).ok_or_else(|| refused(index))?;
             entry.store(entry.load(Ordering::Relaxed) & !PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
         self.update_tables(field, TABLE)
     }
 
-    fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
+    fn unmap(&mut self, field: Field) -> Result<u64> {
         for index in 0..field.pages {
             let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| refused(index))?;
             flush.ignore();

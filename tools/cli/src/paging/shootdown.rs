@@ -35,7 +35,7 @@ use hugemm_workloads::options::cpus;
 use hugemm_workloads::record::Metric;
 use hugemm_workloads::request;
 use hugemm_workloads::shootdown::{
-    self, COUNTS, FromFrames, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
+    self, COUNTS, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
 };
 use hugemm_workloads::words::Named;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -154,11 +154,12 @@ fn on_machine<H: TlbHw + Sync>(
     let space: TlbSpace<UserSpace, Keep, Vec<AtomicU64>> =
         // SAFETY: no CPU of these translates by anything, and there is no other space.
         unsafe { TlbSpace::with_masks(&shootdown, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64))) }?;
-    // SAFETY: the host's memory is a direct map.
-    let tables = unsafe { FromFrames::new(&frames) };
     let frame = host.frames().base();
     let setup =
-        ShootdownRig { shootdown: &shootdown, space: &space, table: &table, tables: &tables, frame, refill: &|| () };
+        ShootdownRig { shootdown: &shootdown, space: &space, table: &table, frames: &frames, frame, refill: &|| () };
+    // SAFETY: the host's memory is a direct map.
+    let shoot =
+        |cx: &mut _, span, operation, policy: &_| unsafe { shootdown::run(cx, &setup, span, operation, policy) };
 
     // CPUs without a thread have the space loaded too; somebody else does their part.
     for cpu in places.len() as u32..cpus {
@@ -203,12 +204,12 @@ fn on_machine<H: TlbHw + Sync>(
                     let mut measured = POLICIES.len();
                     if pages > PROBE {
                         let probe = VirtRange::new(AT, PROBE * PAGE_BYTES)?;
-                        let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
+                        let shot = shoot(cx, probe, operation, &ShootdownPolicy::PER_PAGE)?;
                         measured -= usize::from(too_long(shot.nanos, pages, args.ranges.limit).is_some());
                     }
                     let mut lines = POLICIES.map(|(policy, _)| line(operation, pages, cpus, policy, how));
                     by_turns(&mut lines[..measured], repeat, bar, |index| {
-                        shootdown::run(cx, &setup, span, operation, &POLICIES[index].1).context("page tables")
+                        shoot(cx, span, operation, &POLICIES[index].1).context("page tables")
                     })?;
                     all.extend(lines);
                 }

@@ -32,15 +32,15 @@ impl<'a> Content<'a> {
             for row in &saved.results {
                 match goals::verdict_of(row).zip(Bound::of(row)) {
                     Some((verdict, bound)) => goals.push(Goal {
-                        name: row.metric().to_owned(),
+                        name: row.metric.clone(),
                         source: if documents.len() > 1 { name.clone() } else { String::new() },
                         wanted: wanted(row, bound),
                         measured: measured(row),
                         verdict: verdict.to_owned(),
                     }),
-                    None => match metrics.iter_mut().find(|(metric, _)| *metric == row.metric()) {
+                    None => match metrics.iter_mut().find(|(metric, _)| *metric == row.metric) {
                         Some((_, rows)) => rows.push((index, row)),
-                        None => metrics.push((row.metric(), vec![(index, row)])),
+                        None => metrics.push((&*row.metric, vec![(index, row)])),
                     },
                 }
             }
@@ -62,12 +62,12 @@ impl<'a> Content<'a> {
 }
 
 fn wanted(row: &Row, bound: Bound) -> String {
-    let wanted = row.labels().get("goal").and_then(serde_json::Value::as_f64);
+    let wanted = row.labels.get("goal").and_then(serde_json::Value::as_f64);
     wanted.map_or("–".to_owned(), |wanted| format!("{} {}", bound.sign(), number(wanted)))
 }
 
 fn measured(row: &Row) -> String {
     // A ratio has no unit to print.
-    let unit = if row.unit() == "ratio" { "" } else { row.unit() };
-    format!("{} {unit}", with_deviation(row.value(), row.stdev())).trim_end().to_owned()
+    let unit = if row.unit == "ratio" { "" } else { &*row.unit };
+    format!("{} {unit}", with_deviation(row.value, row.stdev)).trim_end().to_owned()
 }

@@ -32,9 +32,9 @@ pub fn filled(page: &str, content: &Content<'_>) -> Option<String> {
 /// By what and where it was measured, and a row for each goal.
 fn block(names: Vec<&str>, content: &Content<'_>) -> String {
     let sources = content.documents.iter().map(|(_, saved)| {
-        let atomic = saved.results.iter().find(|row| row.metric() == ATOMIC);
+        let atomic = saved.results.iter().find(|row| row.metric == ATOMIC);
         let atomic =
-            atomic.map_or(String::new(), |row| format!("; an uncontended atomic takes {:.1} ns there", row.value()));
+            atomic.map_or(String::new(), |row| format!("; an uncontended atomic takes {:.1} ns there", row.value));
         format!("`hugemm {}` on {}{atomic}", machine::command_name(&saved.command), machine::line(&saved.environment))
     });
     let verdicts = content.goals.iter().map(|goal| goal.verdict.as_str());

@@ -42,5 +42,5 @@ pub fn facts(environment: &Value) -> Vec<(String, String)> {
 
 /// A row as cells: what it is, value, deviation, runs, unit.
 pub fn figure_cells(row: &Row) -> Vec<String> {
-    vec![name(row), number(row.value()), number(row.stdev()), row.runs().to_string(), row.unit().to_owned()]
+    vec![name(row), number(row.value), number(row.stdev), row.runs.to_string(), row.unit.to_string()]
 }

@@ -48,10 +48,10 @@ fn text(name: &str, value: &serde_json::Value) -> String {
 impl Plot {
     /// Of rows of one metric, each with its document's name, which is empty where there is only one.
     pub fn of(title: &str, rows: &[(&str, &Row)]) -> Self {
-        let rows: Vec<_> = rows.iter().filter(|(_, row)| row.value().is_finite()).collect();
+        let rows: Vec<_> = rows.iter().filter(|(_, row)| row.value.is_finite()).collect();
         let values = |name: &str| {
             let mut values: Vec<String> =
-                rows.iter().map(|(_, row)| row.labels().get(name).map(plain).unwrap_or_default()).collect();
+                rows.iter().map(|(_, row)| row.labels.get(name).map(plain).unwrap_or_default()).collect();
             values.sort_unstable();
             values.dedup();
             values.len()
@@ -60,24 +60,24 @@ impl Plot {
         names.sort_by_key(|name| (*name != "side", *name));
         names.dedup();
         names.retain(|name| values(name) > 1);
-        let number = |row: &Row, name: &str| row.labels().get(name).and_then(serde_json::Value::as_f64);
+        let number = |row: &Row, name: &str| row.labels.get(name).and_then(serde_json::Value::as_f64);
         let numbers = names.iter().filter(|name| rows.iter().all(|(_, row)| number(row, name).is_some()));
         let x = numbers.copied().filter(|name| values(name) >= 3).max_by_key(|name| values(name));
         let figure = |(source, row): &&(&str, &Row)| {
             let labels = names.iter().filter(|name| Some(**name) != x);
-            let labels = labels.filter_map(|name| Some(text(name, row.labels().get(*name)?)));
+            let labels = labels.filter_map(|name| Some(text(name, row.labels.get(*name)?)));
             let series: Vec<String> =
                 std::iter::once((*source).to_owned()).filter(|source| !source.is_empty()).chain(labels).collect();
             let x = x.and_then(|name| number(row, name)).unwrap_or(f64::NAN);
-            Figure { series: series.join(", "), x, y: row.value(), stdev: row.stdev() }
+            Figure { series: series.join(", "), x, y: row.value, stdev: row.stdev }
         };
         let mut figures: Vec<Figure> = rows.iter().map(figure).collect();
         let own = |figure: &Figure| figure.series.starts_with("hugemm") || figure.series.starts_with("policy");
         figures.sort_by(|a, b| own(b).cmp(&own(a)).then(a.x.total_cmp(&b.x)));
         let unit = rows.first().map_or(String::new(), |(_, row)| match better(row) {
-            Some(Better::Lower) => format!("{}, lower is better", row.unit()),
-            Some(Better::Higher) => format!("{}, higher is better", row.unit()),
-            None => row.unit().to_owned(),
+            Some(Better::Lower) => format!("{}, lower is better", &*row.unit),
+            Some(Better::Higher) => format!("{}, higher is better", &*row.unit),
+            None => row.unit.to_string(),
         });
         Plot { title: title.to_owned(), unit, x: x.map(str::to_owned), figures }
     }

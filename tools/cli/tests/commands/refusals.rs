@@ -25,7 +25,7 @@ const MISUSED: [(&str, &str); 18] = [
 ];
 
 /// What cannot be done here, and what the line says.
-const REFUSED: [(&str, &[&str]); 30] = [
+const REFUSED: [(&str, &[&str]); 29] = [
     ("bench mem mmap -s 3000KB", &["not a multiple", "2MB", "next size up is 4MB"]),
     ("bench mem mmap -s 64MB -w 999", &["999 threads", "CPUs"]),
     ("probe -s 2MB", &["too small", "64MB"]),
@@ -37,7 +37,6 @@ const REFUSED: [(&str, &[&str]); 30] = [
     ("bench free --json=/nonexistent/a.json", CANNOT_WRITE),
     ("bench headline --json=/nonexistent/a.json", CANNOT_WRITE),
     ("doctor --json=/nonexistent/a.json", CANNOT_WRITE),
-    ("run --report /nonexistent/a.json", CANNOT_WRITE),
     ("probe --save-profile /nonexistent/a.json", CANNOT_WRITE),
     ("man /proc/nonexistent", &["cannot make the directory", "may write"]),
     ("report /nonexistent/a.json", &["cannot read /nonexistent/", "--json=FILE"]),

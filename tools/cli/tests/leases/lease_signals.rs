@@ -240,7 +240,7 @@ fn a_bench_that_is_interrupted_keeps_what_it_has() {
     with_pool(1, || {
         let (before, scratch) = (pool_has(), Scratch::new("signals-kept"));
         let (starts, saved) = (scratch.path("starts"), scratch.path("saved.json"));
-        let answers = "read a; read b; echo '\"running\"'; read c; exit 0";
+        let answers = "read a; echo '{\"return\": {}}'; read b; echo '{\"return\": {}}'; read c; exit 0";
         let bench = bench_on(
             &scratch,
             &format!("echo >>{starts}; [ $(wc -l <{starts}) -lt 5 ] || kill -INT $bench; {answers}"),

@@ -1,10 +1,10 @@
 //! Reads each part of the environment from the files of a machine.
 
-use super::{CacheInfo, CpuInfo, FrequencyInfo, KernelInfo, MemoryInfo, PoolInfo};
+use super::{CpuInfo, FrequencyInfo, KernelInfo, MemoryInfo, PoolInfo};
 use crate::cgroup::memory_cgroups;
 use crate::limits::Limits;
 use crate::roots::{Roots, chosen, field, field_kib, number, text};
-use crate::topology::{Cache, Caches, MachineTopology};
+use crate::topology::MachineTopology;
 
 pub(super) fn read_cpu(cpuinfo: &str, topology: &MachineTopology) -> CpuInfo {
     // x86, arm64, and others: the same things under different names.
@@ -35,17 +35,6 @@ pub(super) fn read_cpu(cpuinfo: &str, topology: &MachineTopology) -> CpuInfo {
         packages: topology.packages(),
         features: words(&["flags", "Features", "features", "isa"]),
         bugs: words(&["bugs"]),
-    }
-}
-
-pub(super) fn cache_info(caches: &Caches) -> CacheInfo {
-    let bytes = |cache: &Option<Cache>| cache.as_ref().map(|cache| cache.bytes);
-    CacheInfo {
-        l1d_bytes: bytes(&caches.l1d),
-        l2_bytes: bytes(&caches.l2),
-        l3_bytes: bytes(&caches.l3),
-        l3_shared_cpus: caches.l3.as_ref().map(|cache| cache.shared_cpus.clone()).unwrap_or_default(),
-        line_bytes: [&caches.l1d, &caches.l2, &caches.l3].iter().find_map(|cache| cache.as_ref()?.line_bytes),
     }
 }
 

@@ -28,9 +28,10 @@ pub struct Ownership<'a> {
 }
 
 /// A frame that was handed out while somebody else owned it, or freed while nobody did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
     /// Handed out twice.
+    #[error("frame {frame} was handed out twice, the second time in a block of order {order}")]
     Twice {
         /// The first frame that has two owners.
         frame: Pfn,
@@ -38,27 +39,15 @@ pub enum Broken {
         order: Order,
     },
     /// What was done to a frame, or was not.
+    #[error("frame {0} {1}")]
     Frame(Pfn, &'static str),
     /// A piece of memory was not plugged in.
+    #[error("memory was not plugged in: {0}")]
     NotAdded(FramesConfigError),
     /// One that belongs to nobody was not unplugged.
+    #[error("memory was not unplugged: {0}")]
     NotRemoved(RemoveError),
 }
-
-impl core::fmt::Display for Broken {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        match self {
-            Broken::Twice { frame, order } => {
-                write!(f, "frame {frame} was handed out twice, the second time in a block of order {order}")
-            }
-            Broken::Frame(frame, what) => write!(f, "frame {frame} {what}"),
-            Broken::NotAdded(error) => write!(f, "memory was not plugged in: {error}"),
-            Broken::NotRemoved(error) => write!(f, "memory was not unplugged: {error}"),
-        }
-    }
-}
-
-impl core::error::Error for Broken {}
 
 fn not_freed(extent: Extent) -> Broken {
     Broken::Frame(extent.base(), "was not taken back")

@@ -3,14 +3,14 @@
 use super::guest::Guest;
 use super::{FramesUsed, HostRun, Site};
 use crate::record::record;
-use core::fmt;
 use hugemm_base::{Clock, CounterSnapshot, FrameUse, FramesInUse, PAGE_SHIFT};
 use hugemm_frames::NodeStats;
 use hugemm_hugetlb::{DescriptorMap, ResizeReport};
 use hugemm_vm::{AddressSpace, Cx, Setup};
 
 /// Something is not what it should be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the accounts do not add up: {what}: {expected} expected, {found} found")]
 pub struct Mismatch {
     /// What was counted or read.
     pub what: &'static str,
@@ -25,14 +25,6 @@ impl Mismatch {
         Mismatch { what, expected: expected.into(), found: found.into() }
     }
 }
-
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the accounts do not add up: {}: {} expected, {} found", self.what, self.expected, self.found)
-    }
-}
-
-impl core::error::Error for Mismatch {}
 
 /// What was counted over the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
