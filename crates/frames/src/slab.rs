@@ -412,7 +412,8 @@ mod tests {
         let slab: Slab = Slab::new(2000, 16).expect("fits");
         assert_eq!(slab.per_frame(), 2);
         let pairs: Vec<[NonNull<u8>; 2]> =
-            (0..1000).map(|_| [(); 2].map(|()| slab.alloc(&frames, &cx, &*threads).expect("memory"))).collect();
+            // SAFETY: the slab's only manager and map.
+            (0..1000).map(|_| [(); 2].map(|()| unsafe { slab.alloc(&frames, &cx, &*threads) }.expect("memory"))).collect();
         // SAFETY: the slab's, once.
         let free = |object| unsafe { slab.free(&frames, &cx, &*threads, object) };
         let (first, others) = pairs.split_at(1);
