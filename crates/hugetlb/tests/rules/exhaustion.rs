@@ -352,7 +352,7 @@ fn a_large_page_that_stays_takes_no_frames() {
         assert_eq!(free(400), 400);
         stays(u64::MAX);
         assert_eq!(free(MISSING - 401), MISSING as u64 - 1);
-        let mut dissolve = || large.dissolve(&mut m.threads.cx(), &m.optimizer, victim).map(|report| report.left);
+        let dissolve = || large.dissolve(&mut m.threads.cx(), &m.optimizer, victim).map(|report| report.left);
         assert_eq!((dissolve(), m.free_frames()), (Err(PoolError::OutOfMemory), MISSING as u64 - 1));
         free(1);
         assert_eq!(dissolve(), Ok(1), "so many are enough");
