@@ -176,9 +176,6 @@ pub(crate) struct Asked<'m> {
 }
 
 impl<'m> Asked<'m> {
-    /// Any, for whoever only asks which [are among them](Asked::contains).
-    const ANY: Self = Asked { first: NodeId::new(0), count: u32::MAX, nodes: 0, fallback: &[] };
-
     /// From the first on.
     pub(crate) fn iter(self) -> impl Iterator<Item = NodeId> + use<'m> {
         (0..self.count).map(move |step| {
@@ -336,13 +333,13 @@ impl<'m, E: Env> Frames<'m, E> {
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
     /// cached. The others are asked for what they have, for the next time.
     fn alloc_slowly<P: Cpu>(&self, cx: &CpuCx<'_, P>, wanted: &Wanted) -> Result<Frozen, AllocError> {
-        let found = self.search(cx, &Asked::ANY, Due::Leaving, wanted);
+        let found = self.search(cx, None, Due::Leaving, wanted);
         if !matches!(found, Err(AllocError::OutOfMemory)) {
             return found;
         }
         let asked = cx.pinned(|pin| self.asked(self.own(pin), wanted.from));
         let Some(asked) = asked.filter(|asked| self.could_be_made(cx, wanted, *asked)) else { return found };
-        let found = self.search(cx, &asked, Due::All, wanted);
+        let found = self.search(cx, Some(&asked), Due::All, wanted);
         if found.is_err() {
             self.request_drains(wanted, asked);
         }
@@ -354,11 +351,11 @@ impl<'m, E: Env> Frames<'m, E> {
     fn search<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
-        among: &Asked<'m>,
+        among: Option<&Asked<'m>>,
         due: Due,
         wanted: &Wanted,
     ) -> Result<Frozen, AllocError> {
-        let is_due = |own: &&PerCpu<'m>| among.contains(own.node);
+        let is_due = |own: &&PerCpu<'m>| among.is_none_or(|among| among.contains(own.node));
         let of = |pin: CpuPin<'_>| self.own(pin).filter(is_due);
         loop {
             match self.after_giving_back(cx, of, due, |pin| self.alloc_from_nodes(pin, wanted)) {

@@ -214,6 +214,14 @@ mod tests {
     use hugemm_base::random::Random;
     use std::collections::BTreeMap;
 
+    /// Levels of a tree from a slot on, of which both sides have as many but for one.
+    fn levels(tree: usize, at: Option<&Slot>) -> u64 {
+        // SAFETY: the slots are there as long as the test.
+        let sides = at.map(|at| unsafe { at.both(tree) }.map(|side| levels(tree, side)));
+        assert!(sides.is_none_or(|[below, above]| below.abs_diff(above) <= 1), "{sides:?}");
+        sides.map_or(0, |[below, above]| below.max(above) + 1)
+    }
+
     /// Whatever has come and gone: the arena of a frame, or the next above, is found, in 1.44 log2 steps of the number of arenas.
     #[test]
     fn the_lowest_arena_from_a_frame_on_is_found_in_a_few_steps() {
@@ -234,6 +242,9 @@ mod tests {
                     tree.change(&slots[at], false);
                 }
             }
+            // SAFETY: as above.
+            let [one, other] = [0, 1].map(|at| levels(at, unsafe { tree.roots[at].next() }));
+            assert_eq!(one, other);
             for pfn in [base, base + 4, base + 5, random.below(1010)] {
                 let before = LOOKS.get();
                 // SAFETY: as above.

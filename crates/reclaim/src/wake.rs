@@ -174,6 +174,9 @@ mod tests {
         assert!(wake.note(Level::Short));
         wake.reclaim(|| ((), Some(false)));
         assert!(wake.take(), "who was woken before has a look");
+        assert!(!wake.note(Level::Short));
+        wake.reclaim(|| ((), Some(true)));
+        assert!(wake.is_low(), "until somebody finds more free");
     }
 
     /// In the inner turn somebody else has the pages that the outer one does not find, or the other way round.

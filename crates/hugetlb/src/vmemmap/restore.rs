@@ -141,8 +141,8 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
                     Some(extent) => break extent,
                     None if most > 0 => most -= 1,
                     None => {
-                        for extent in got.into_iter().rev().filter(|extent| !extent.is_empty()) {
-                            self.give_back(cx, extent, source, edit);
+                        for extent in got.into_iter().filter(|extent| !extent.is_empty()) {
+                            self.give_back(cx, extent, edit);
                         }
                         return false;
                     }
@@ -207,22 +207,9 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         Some(got)
     }
 
-    fn give_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, source: &mut Source<'_>, edit: &mut Edit) {
+    /// To the allocator, also what is a donor's: it has enough for its own descriptors and those of the rest of its group.
+    fn give_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, edit: &mut Edit) {
         edit.allocated -= extent.pages();
-        match source {
-            Source::Allocator | Source::Gathered(_) => {
-                self.free(cx, extent);
-            }
-            // A donor gives from its end, last first; what does not fit there any more is only lost to the donor.
-            Source::Donor(page) => match page.join(extent) {
-                Some(longer) => {
-                    **page = longer;
-                    cx.count_frames(FrameUse::DESCRIPTORS, -(extent.pages() as i64));
-                }
-                None => {
-                    self.free(cx, extent);
-                }
-            },
-        }
+        self.free(cx, extent);
     }
 }

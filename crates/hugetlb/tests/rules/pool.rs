@@ -4,10 +4,13 @@ use crate::support::{
     BASE, CPUS, Faults, Machine, SPAN, Shape, descriptor_of, extent, machine, run_as, with_pool, with_pools,
 };
 use hugemm_base::inject::{Inject, NoFaults};
+use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::{Cpu, CpuCx, Extent, Never, NodeId, Order, PageSize, Pfn, with};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
+use hugemm_hugetlb::{Group, HugePage, HugePageCounts, HugePool, Nodes, PoolArena, PoolError, ResizeReport};
 use proptest::prelude::*;
+use std::cell::Cell;
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// A page that nobody has promised: a surplus one if none is free.
 fn take_more<P: Cpu, I: Inject>(
@@ -199,6 +202,70 @@ fn a_page_dissolves_or_stays() {
     });
 }
 
+/// A lock at whose end another CPU has its turn, where there is one.
+struct TakingTurns(SpinLock);
+
+thread_local! {
+    static OTHER: Cell<Option<(Sender<()>, Receiver<()>)>> = const { Cell::new(None) };
+}
+
+// SAFETY: the spin lock's promises.
+unsafe impl RawLock for TakingTurns {
+    fn new() -> Self {
+        TakingTurns(SpinLock::new())
+    }
+    fn lock(&self) {
+        self.0.lock();
+    }
+    fn try_lock(&self) -> bool {
+        self.0.try_lock()
+    }
+    unsafe fn unlock(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.unlock() };
+        OTHER.set(OTHER.take().inspect(|(turn, done)| {
+            turn.send(()).expect("there");
+            done.recv().expect("there");
+        }));
+    }
+}
+
+/// Others may be promised what has come for somebody. He has more made, four times; then he gives up, and what is left goes.
+#[test]
+fn what_is_promised_to_others_meanwhile_is_made_again() {
+    for (robberies, expected, total) in [(3, Ok(()), 5), (4, Err(PoolError::Exhausted), 4)] {
+        machine(&Shape::spans(3), NoFaults, |m| {
+            let (mut areas, mut nodes) = (m.areas.clone(), [HugePageCounts::default()]);
+            let groups = HugePool::<TakingTurns>::groups(&areas, PageSize::Size2M);
+            let mut groups: Vec<_> = (0..groups).map(|_| Group::default()).collect();
+            let pool = HugePool::<TakingTurns>::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes);
+            let pool = pool.expect("enough");
+            pool.set_overcommit(&m.threads.cx(), 10);
+            let ((turn, turns), (done, over)) = (channel(), channel());
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    run_as(1);
+                    let (cx, mut left, done) = (m.threads.cx(), robberies, done);
+                    for () in turns {
+                        let counts = pool.counts(&cx);
+                        if left > 0 && counts.counts.free - counts.reserved == 2 {
+                            pool.reserve(&cx, 1).expect("two");
+                            left -= 1;
+                        }
+                        done.send(()).expect("there");
+                    }
+                });
+                OTHER.set(Some((turn, over)));
+                let result = pool.reserve_or_overcommit(&mut m.threads.cx(), &m.optimizer, 2);
+                OTHER.take();
+                assert_eq!(result, expected);
+            });
+            let counts = pool.counts(&m.threads.cx());
+            assert_eq!((counts.reserved, counts.counts), (total, HugePageCounts::new(total, total, total)));
+        });
+    }
+}
+
 /// Surplus pages need memory as others do: without it the request fails, and nothing is promised.
 #[test]
 fn overcommitting_without_memory_is_told_apart_from_the_limit() {
@@ -211,6 +278,8 @@ fn overcommitting_without_memory_is_told_apart_from_the_limit() {
             assert_eq!(take_more(m, &pool, &mut cx), Err(PoolError::OutOfMemory));
             assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 3), Err(PoolError::OutOfMemory));
         });
+        pool.set_overcommit(&cx, 1000);
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 1000), Err(PoolError::OutOfMemory), "some came");
         assert_eq!((pool.counts(&cx).reserved, pool.counts(&cx).counts.total), (2, 2));
         // A page of the other size is none of this pool's.
         let page = pool.take(&cx, Nodes::All, true).expect("promised");
@@ -356,7 +425,10 @@ fn surplus_is_kept_and_lent_on_every_node() {
         pool.set_overcommit(&cx, 6);
         pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
         assert_eq!(surplus(), [3, 3]);
-        let held: Vec<_> = (0..6).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")).collect();
+        let mut held: Vec<_> = (0..6).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")).collect();
+        // What is promised again stays.
+        assert_eq!(pool.put(&cx, held.remove(0), true), Ok(false));
+        held.push(pool.take(&cx, Nodes::All, true).expect("promised"));
         assert_eq!((m.set(&pool, 5).kept, surplus()), (5, [0, 1]));
         assert_eq!((m.set(&pool, 1).lent, surplus()), (4, [3, 2]));
         assert_eq!((m.set(&pool, 0).lent, surplus()), (1, [3, 3]));
@@ -448,9 +520,11 @@ fn what_is_known_to_be_zero_stays_known() {
         for page in held {
             pool.put(&cx, page, false).expect("its own");
         }
-        let page = pool.take(&cx, Nodes::All, false).expect("free");
-        assert!(!page.is_zero(), "whoever had it may have written");
-        pool.put(&cx, page, false).expect("its own");
+        let again: Vec<_> = (0..240).map(|_| pool.take(&cx, Nodes::All, false).expect("free")).collect();
+        assert!(again.iter().all(|page| !page.is_zero()), "whoever had it may have written");
+        for page in again {
+            pool.put(&cx, page, false).expect("its own");
+        }
         m.set(&pool, 0);
     });
 }

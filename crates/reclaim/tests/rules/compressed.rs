@@ -3,10 +3,10 @@
 use crate::support::{
     CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, evict, machine, ops, run_as, take_back, with_frames,
 };
-use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
+use hugemm_base::{CpuCx, Order};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
-use hugemm_reclaim::{Compressed, Compressor, Corrupt, PageBytes, SlotError, StoreError, Swap, SwapSlot};
+use hugemm_reclaim::{Compressed, Compressor, Corrupt, PageBytes, SlotError, StoreError, Swap, SwapSlot, SwapStats};
 use proptest::prelude::*;
 use std::mem::MaybeUninit;
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, P
 fn with_store(
     pages: u64,
     limit: u64,
-    test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>, hugemm_base::CpuCx<'_, Machine>),
+    test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>, CpuCx<'_, Machine>),
 ) {
     let machine = machine(pages, u64::MAX);
     run_as(0);
@@ -223,6 +223,38 @@ fn an_incompressible_page_is_refused_or_copied() {
         assert!(!Swap::<Machine>::is_whole(store, &evicted.slot));
         store.free(&cx, evicted.slot).expect("held");
         frames.free(&cx, evicted.freed.expect("a piece"));
+    });
+}
+
+/// A back end that needs no frames says nothing of them: nothing that it has is whole, and a page that goes leaves its frame.
+#[test]
+fn a_back_end_on_a_device_takes_no_frames() {
+    struct Device;
+    // SAFETY: it loads nothing and hands every page back.
+    unsafe impl Swap<Machine> for Device {
+        fn store(&self, _: &CpuCx<'_, Machine>, _: &Frozen, page: u64) -> Result<SwapSlot, StoreError> {
+            // SAFETY: a place of its own.
+            Ok(unsafe { SwapSlot::from_bits(page) })
+        }
+        fn load(&self, _: &CpuCx<'_, Machine>, _: &SwapSlot, _: &mut Frozen, _: u64) -> Result<(), SlotError> {
+            Err(SlotError::Corrupt)
+        }
+        fn share(&self, _: &CpuCx<'_, Machine>, _: &SwapSlot) -> Result<SwapSlot, SlotError> {
+            Err(SlotError::Saturated)
+        }
+        fn free(&self, _: &CpuCx<'_, Machine>, _: SwapSlot) -> Result<(), (SlotError, SwapSlot)> {
+            Ok(())
+        }
+        fn set_limit(&self, _: u64) {}
+        fn stats(&self, _: &CpuCx<'_, Machine>) -> SwapStats {
+            SwapStats::default()
+        }
+    }
+    with_store(64, 64, |machine, frames, _, cx| {
+        let evicted = Device.evict(&cx, page(machine, frames, Content { random: 4096, seed: 3 })).expect("room");
+        assert!(!Device.is_whole(&evicted.slot));
+        Device.free(&cx, evicted.slot).expect("held");
+        frames.free(&cx, evicted.freed.expect("not its own"));
     });
 }
 

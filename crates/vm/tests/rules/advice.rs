@@ -82,6 +82,8 @@ fn needed<F: PageFormat>() {
         rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
         assert_eq!((rig.vm.pager().used(), file.fills().len()), (8, 0), "not when memory is short");
         rig.vm.pager().reserves.store(false, Ordering::Relaxed);
+        rig.vm.advise(cx, &space, span(AT, 0x2000), Advice::WillNeed).expect("a part of one");
+        assert_eq!(rig.vm.pager().used(), 6);
         rig.vm.advise(cx, &space, all, Advice::WillNeed).expect("areas");
         assert_eq!(rig.vm.pager().used(), 0);
         assert_eq!(file.fills(), [(0, 16 << 12), (16, 16 << 12), (32, 8 << 12)]);

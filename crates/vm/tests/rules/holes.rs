@@ -62,6 +62,7 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
             }
             shorter.join().expect("it ended");
         });
+        assert_eq!([8, 16].map(|word| rig.load(cx, &space, at + word)), [Ok(0x3008), Ok(0)]);
         rig.vm.truncate(cx, &object, 4 << 12).expect("longer");
         assert_eq!(
             [0, 8, 16, 4088].map(|word| rig.load(cx, &space, at + word)),
@@ -72,23 +73,46 @@ fn moving<F: PageFormat>(rig: &Rig<'_, F, true>) {
 }
 
 fn read_before<F: PageFormat>(rig: &Rig<'_, F, true>) {
-    let file = File::new(4 << 12);
-    rig.on(0, |cx| {
-        let (object, space) = enter(rig, cx, file);
-        file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
-        file.gate.store(4, Ordering::SeqCst);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                file.wait_for(5);
-                file.bytes()[..4096].fill(0);
-                rig.beside_others(1, |cx| assert_eq!(rig.vm.punch(cx, &object, 0, 1), Ok(0)));
-                file.gate.store(6, Ordering::SeqCst);
+    for shorter in [false, true] {
+        let file = File::new(4096);
+        rig.on(0, |cx| {
+            let (object, space) = enter(rig, cx, file);
+            file.calls.store(std::ptr::from_ref(&rig.vm).addr(), Ordering::Relaxed);
+            file.gate.store(4, Ordering::SeqCst);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    file.wait_for(5);
+                    file.bytes().fill(0);
+                    rig.beside_others(1, |cx| {
+                        let gone =
+                            if shorter { rig.vm.truncate(cx, &object, 8) } else { rig.vm.punch(cx, &object, 0, 1) };
+                        assert_eq!(gone, Ok(0));
+                    });
+                    file.gate.store(6, Ordering::SeqCst);
+                });
+                assert_eq!(rig.load(cx, &space, AT + 8), Ok(0), "as the source has it afterwards");
             });
-            assert_eq!(rig.load(cx, &space, AT + 8), Ok(0), "as the source has it after the hole");
+            file.calls.store(0, Ordering::Relaxed);
+            end(rig, cx, (object, space));
         });
-        file.calls.store(0, Ordering::Relaxed);
-        end(rig, cx, (object, space));
-    });
+    }
+}
+
+/// What lies far behind a file's beginning goes with what lies near.
+fn far<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    const FAR: u64 = 3 << 14;
+    let file = File::new(4096);
+    let (object, space) = enter(rig, cx, file);
+    file.bytes().resize((FAR as usize + 1) << 12, 0xff);
+    rig.vm.truncate(cx, &object, (FAR + 1) << 12).expect("longer");
+    rig.vm.map(cx, &space, span(2 * AT, 0x1000), SMALL, Backing::Shared(&object, FAR)).expect("an area");
+    assert_eq!([AT, 2 * AT].map(|at| rig.load(cx, &space, at)), [Ok(0), Ok(u64::MAX)]);
+    file.bytes().fill(0);
+    rig.vm.punch(cx, &object, 0, FAR + 1).expect("its own");
+    assert_eq!(rig.load(cx, &space, 2 * AT), Ok(0));
+    rig.vm.truncate(cx, &object, 0).expect("its own");
+    assert!(rig.load(cx, &space, 2 * AT).is_err());
+    end(rig, cx, (object, space));
 }
 
 /// Who makes a hole, or a file shorter, goes on when nobody is about to write there what was there before.
@@ -287,6 +311,7 @@ on_both_formats! {
     fn the_rest_of_a_last_page_that_moves_is_zero_too: moving (rig);
     fn what_was_read_before_a_hole_is_not_entered_after_it: read_before (rig);
     fn what_goes_is_not_written_afterwards: overtaken (rig);
+    fn a_long_file_goes_to_its_end: far (first);
     fn what_is_stored_behind_the_end_of_a_file_is_not_its_when_it_grows: longer (first);
     fn a_hole_is_shown_to_nobody_while_others_use_what_it_was: not_read_before (stale);
     fn a_file_is_not_shorter_while_it_is_written: waits (first);
