@@ -500,8 +500,7 @@ fn space_of<S: Setup>(area: &Vma<S>) -> &AddressSpace<S> {
 /// Whether an area has nothing more, because somebody is unmapping it: until he has flushed, its space owes a flush. For who has the table
 /// alone.
 fn leaves<S: Setup>(area: &Vma<S>) -> bool {
-    // Relaxed: set with the table alone.
-    let leaves = area.leaving.load(Ordering::Relaxed);
+    let leaves = area.leaves();
     if leaves {
         space_of(area).tlb().owe_flush();
     }
@@ -512,6 +511,5 @@ fn leaves<S: Setup>(area: &Vma<S>) -> bool {
 fn shown<S: Setup>(area: &Vma<S>, (first, end): (u64, u64)) -> Option<VirtRange> {
     let info = &area.info;
     let (begins, ends) = (first.max(info.offset), end.min(info.offset + info.range.pages()));
-    let at = |offset: u64| info.range.first_page() + (offset - info.offset);
-    (begins < ends).then(|| pages(at(begins), at(ends))).flatten()
+    (begins < ends).then(|| pages(area.page_of(begins), area.page_of(ends))).flatten()
 }
