@@ -469,9 +469,9 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(()) };
         batch.changed(space.bounds(), PageSize::Size4K);
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
-        // The receipt is of this batch, so it pays. A part is less than what is read off without a reschedule point.
+        // The receipt is of this batch, so it pays. At once: the object's areas are locked.
         if let Ok(detached) = debt.release(&receipt) {
-            self.harvest_by_parts(cx, space.table(), detached, |task, run| {
+            let _ = self.harvest_part(cx, space.table(), detached, u64::MAX, |task, run| {
                 if !run.flags.contains(LENT) {
                     dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
                 }
