@@ -33,7 +33,7 @@ pub(crate) type Record<'m> = Node<Debt<'m>>;
 const PART: usize = 32;
 
 /// Entries of page tables at most that are read off then: 1 GiB of 4 KiB pages, 8 GiB of 2 MiB pages.
-const ENTRIES: u64 = 1 << 18;
+pub(crate) const ENTRIES: u64 = 1 << 18;
 
 /// What has been freed, and what of it waits for its flush.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -287,9 +287,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
                 unsafe { self.give(cx, home, record) };
             }
             areas += count;
-            if cx.platform().may_sleep() {
-                cx.cond_resched();
-            }
+            self.let_others_run(cx);
         }
         // Before it is said to be over. Release pairs with the Acquire in `given_back`.
         self.given_back.fetch_add(1, Ordering::Release);

@@ -8,12 +8,13 @@
 use crate::addresses::{Addresses, Node, Short, Spare, Taken, Use};
 use crate::area::{Area, Request};
 use crate::error::KvaError;
-use crate::free::{Debt, Record, Waiting};
+use crate::free::{Debt, ENTRIES, Record, Waiting};
 use crate::place::AreaKind;
 use crate::setup::{Cx, KvaParts, KvaSetup};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::lock::PinnedLock;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtRange};
 use hugemm_frames::{Env, Slab};
@@ -258,6 +259,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             while let Some(block) = cx.pinned(|pin| home.0.lock(pin).take_block()) {
                 self.give_block(cx, block);
                 self.forget(cx, [Some(block)]);
+                self.let_others_run(cx);
             }
         }
         (0..self.homes.len()).for_each(|home| self.trim_home(cx, home));
@@ -266,7 +268,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
     }
 
     /// Takes the tables of a home's free addresses: of all, or between the areas of its blocks.
-    fn trim_home(&self, cx: &Cx<'_, S>, home: usize) {
+    fn trim_home(&self, cx: &mut Cx<'_, S>, home: usize) {
         let mut before = (u64::MAX, u64::MAX);
         while let Some(held) = cx.pinned(|pin| self.homes[home].0.lock(pin).hold(before)) {
             // SAFETY: it is held, so nobody else changes it.
@@ -285,11 +287,12 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             }
             // SAFETY: it is the home's, held, and nothing is mapped there.
             unsafe { self.give(cx, home as u8, held) };
+            self.let_others_run(cx);
         }
     }
 
     /// Takes the tables of a span in which nothing is mapped, nor will be until this returns.
-    fn take_tables(&self, cx: &Cx<'_, S>, span: VirtRange) {
+    fn take_tables(&self, cx: &mut Cx<'_, S>, span: VirtRange) {
         let unhooked = {
             let mut table = self.parts.table.exclusive(self.tables(cx));
             // SAFETY: the caller has the addresses, and the harvest is below.
@@ -299,9 +302,21 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
         let debt = unhooked.ok().and_then(|unhooked| batch.detached(unhooked).ok().flatten());
         let Some(debt) = debt else { return };
         let receipt = batch.flush(self.parts.shootdown, cx, &self.parts.shootdown_policy);
-        if let Ok(detached) = debt.release(&receipt) {
+        let mut rest = debt.release(&receipt).ok();
+        while let Some(detached) = rest {
+            let mut table = self.parts.table.exclusive(self.tables(cx));
             // It is this table's, so it is not refused.
-            let _ = self.parts.table.exclusive(self.tables(cx)).harvest(detached, Flags::NONE, |_| ());
+            let done = table.harvest_some(detached, ENTRIES, Flags::NONE, |_| (), |_, _, _| ());
+            drop(table);
+            rest = done.ok().and_then(|(_, rest)| rest);
+            self.let_others_run(cx);
+        }
+    }
+
+    /// A reschedule point, if the caller may sleep.
+    pub(crate) fn let_others_run(&self, cx: &mut Cx<'_, S>) {
+        if cx.platform().may_sleep() {
+            cx.cond_resched();
         }
     }
 }

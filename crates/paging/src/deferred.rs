@@ -138,6 +138,11 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
         &self.domain
     }
 
+    /// Panics unless it was made with `shootdown`, or another view of the same slices: for who is about to take away what is hard to put back.
+    pub fn assert_of<H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>) {
+        same_machine(self.machine, shootdown.machine());
+    }
+
     /// Leaf entries of `space` in `range` that pointed to `value` have been made non-present. Called under the lock under
     /// which that was done; no tables may have been unhooked. 3 full fences, 2 atomics and 1 per 64 CPUs; waits for
     /// nobody.
@@ -173,7 +178,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
         shootdown: &TlbShootdown<'_, H>,
         cx: &CpuCx<'_, P>,
     ) -> Flushed<'_, Deferred, Q> {
-        same_machine(self.machine, shootdown.machine());
+        self.assert_of(shootdown);
         let need = self.domain.due();
         // Acquire pairs with the Release below: the flush before us has had its answers.
         while self.flushing.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {

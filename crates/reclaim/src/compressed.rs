@@ -238,10 +238,12 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
 
     /// Undoes [`block`](Self::block) for a block that nothing is in. The page's own frame stays its owner's.
     fn forget<P: Cpu>(&self, cx: &CpuCx<'_, P>, new: New) {
-        match new.is_own {
-            true => self.uncharge(cx, new.order.pages()),
-            false => self.release(cx, new.pfn, new.order, new.mobility),
+        if !new.is_own {
+            return self.release(cx, new.pfn, new.order, new.mobility);
         }
+        // As it was: an LRU reads there whether it has the page.
+        self.frames.set_word(new.pfn, TAG, 0);
+        self.uncharge(cx, new.order.pages());
     }
 
     /// Gives a block back that nothing is in.

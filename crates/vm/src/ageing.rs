@@ -109,20 +109,23 @@ impl<'a, 'p, S: Setup> Around<'a, 'p, S> {
         Around { order: order.get(), slots, neighbours, heads: [Pfn::new(0); AROUND as usize] }
     }
 
-    /// Takes the accessed bits of what an area shows of the offsets `first..last`, in one walk. `alone`: without neighbours.
+    /// Takes the accessed bits of what an area shows of the offsets `first..last`, in one walk.
     fn take_bits(
         &mut self,
         vm: &Vm<'_, S>,
         cx: &mut Cx<'p, S>,
         space: &AddressSpace<S>,
-        start: u64,
-        offsets: (u64, u64),
-        alone: bool,
+        area: &Vma<S>,
+        (first, last): (u64, u64),
     ) {
-        let (first, last) = offsets;
+        let (start, alone) = (area.page_of(first), area.info.kind.pattern == Pattern::Random);
         let Some(span) = crate::vma::pages(start, start + (last - first)) else { return };
         let task = RefCell::new(cx);
         let mut table = space.table().exclusive(vm.tables(&task));
+        // What is there now is the next area's.
+        if area.leaves() {
+            return;
+        }
         let mut count = 0;
         let (order, shift, wants) =
             (self.order, first.wrapping_sub(start), self.neighbours.as_ref().filter(|_| !alone).map(|all| all.wants));
@@ -183,12 +186,10 @@ impl<S: Setup> Vm<'_, S> {
         let going = self.look(cx, run.object, whole, shown, |cx, area, (first, last), space| {
             let pages = run.together().zip(&mut *found).filter(|((offset, _), _)| (first..last).contains(offset));
             let Some(space) = space else { return pages.for_each(|(_, page)| page.keep = true) };
-            let start = area.info.range.first_page();
-            let alone = area.info.kind.pattern == Pattern::Random;
-            bits.take_bits(self, cx, space, start + (first - area.info.offset), (first, last), alone);
+            bits.take_bits(self, cx, space, area, (first, last));
             if space.is_followed() {
                 for ((offset, _), page) in pages {
-                    let at = VirtAddr::new((start + (offset - area.info.offset)) << PAGE_SHIFT);
+                    let at = VirtAddr::new(area.page_of(offset) << PAGE_SHIFT);
                     let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
                     page.young |= young;
                     page.users += u32::from(young);

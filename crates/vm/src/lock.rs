@@ -142,13 +142,14 @@ struct MayLock {
 
 impl MayLock {
     fn look<S: Setup>(&mut self, areas: &Areas<S>, next: &mut u64) -> Result<(), VmError> {
-        let (first, end) = (self.span.first_page(), self.span.end_page());
-        if *next == first {
+        let (from, end) = (*next, self.span.end_page());
+        if from == self.span.first_page() {
             self.within = 0;
         }
         areas.look_on(next, end, |area| {
             let range = area.info.range;
-            let pages = range.end_page().min(end) - range.first_page().max(first);
+            // Areas may have been joined since the look before.
+            let pages = range.end_page().min(end) - range.first_page().max(from);
             self.within += if area.info.kind.locked { pages } else { 0 };
             Ok(())
         })?;

@@ -17,7 +17,7 @@ use core::marker::PhantomData;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicBool, AtomicU64};
 use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
-use hugemm_paging::{Editing, Flags, PagingError};
+use hugemm_paging::{Editing, PagingError};
 use intrusive_collections::UnsafeRef;
 
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
@@ -278,9 +278,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         };
         let detached = unhooked.and_then(|unhooked| self.flush_unhooked(cx, space, unhooked));
         if let Some(detached) = detached {
-            let task = RefCell::new(cx);
-            let harvested = space.table().exclusive(self.tables(&task)).harvest(detached, Flags::HARDWARE, |_| ());
-            debug_assert!(harvested.is_ok_and(|harvest| harvest.pages == 0), "something was mapped without an area");
+            let pages = self.harvest_by_parts(cx, space.table(), detached, |_, _| ());
+            debug_assert!(pages == 0, "something was mapped without an area");
         }
         Ok(())
     }

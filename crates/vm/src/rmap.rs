@@ -57,7 +57,12 @@ impl<S: Setup> Vm<'_, S> {
                 let space = unsafe { area.space.as_ref() };
                 let found = {
                     let task = RefCell::new(&mut *cx);
-                    space.table().shared(self.tables(&task)).lookup(at)
+                    let table = space.table().shared(self.tables(&task));
+                    // What is there now is the next area's.
+                    if area.leaves() {
+                        return true;
+                    }
+                    table.lookup(at)
                 };
                 match found {
                     Lookup::Mapped(leaf) if leaf.frame == head => {

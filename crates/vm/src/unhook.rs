@@ -162,12 +162,17 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// The reference: the page is pinned, moving, in more places than are looked at, or has other holders. It may be the last by now, and goes as whoever
     /// made it has promised ([`hold_mapped`](Vm::hold_mapped), [`Frames::try_get`](hugemm_frames::Frames::try_get)).
+    ///
+    /// # Panics
+    ///
+    /// If `deferred` is another machine's. Nothing has been taken then; the reference is lost.
     pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
         &'d self,
         cx: &mut Cx<'_, S>,
         folio: FolioRef,
         deferred: &'d DeferredUnmap<Keep, M>,
     ) -> Result<UnhookedPage<'d, 'm, S, M>, FolioRef> {
+        deferred.assert_of(self.shootdown());
         let head = folio.pfn();
         // The block that the reference keeps together says how large the page is, not the caller.
         let Some((_, order)) = self.frames().head_of(head) else { return Err(folio) };

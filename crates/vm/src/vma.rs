@@ -11,7 +11,7 @@ use crate::protection::Protection;
 use crate::setup::Setup;
 use crate::source::AROUND;
 use core::ptr::NonNull;
-use hugemm_base::sync::{AtomicBool, AtomicU64};
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Placement;
 use hugemm_paging::Flags;
@@ -170,7 +170,7 @@ pub(crate) struct Vma<S: Setup> {
     pub(crate) object: NonNull<Object<S>>,
     pub(crate) info: VmaInfo,
     /// What it showed has been detached for good: whoever finds it has nothing to take there, but owes the flush as whoever unmaps it
-    /// does. Set and read with the space's table alone.
+    /// does. Set with the space's table alone.
     pub(crate) leaving: AtomicBool,
     /// 4 KiB pages that were found mapped when the area was unmapped. Only whoever unmaps it looks.
     pub(crate) harvested: AtomicU64,
@@ -191,7 +191,18 @@ impl<S: Setup> Vma<S> {
     /// The address at which the area shows a page of its object, if it does.
     pub(crate) fn address_of(&self, offset: u64) -> Option<VirtAddr> {
         let into = offset.checked_sub(self.info.offset)?;
-        (into < self.info.range.pages()).then(|| VirtAddr::new((self.info.range.first_page() + into) << PAGE_SHIFT))
+        (into < self.info.range.pages()).then(|| VirtAddr::new(self.page_of(offset) << PAGE_SHIFT))
+    }
+
+    /// Whether it is [leaving](Self::leaving). For who has the space's table locked.
+    pub(crate) fn leaves(&self) -> bool {
+        // Relaxed: set with the table alone.
+        self.leaving.load(Ordering::Relaxed)
+    }
+
+    /// The page of addresses at which the area shows one of its object, or ends.
+    pub(crate) fn page_of(&self, offset: u64) -> u64 {
+        self.info.range.first_page() + (offset - self.info.offset)
     }
 }
 

@@ -24,7 +24,7 @@ use crate::vma::{Vma, pages};
 use crate::zeroes::LENT;
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::sync::Ordering;
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr, VirtRange};
 use hugemm_paging::{Change, Editing, Flags, Lookup, PagingError, ShootdownBatch, Unhooked};
 
@@ -50,6 +50,32 @@ impl DirtyRun {
     }
 }
 
+/// The one who writes pages of an object back, until that ends, by unwinding too.
+struct Writer<'a>(&'a AtomicBool);
+
+impl<'a> Writer<'a> {
+    /// None while somebody else is. Acquire pairs with the Release of who was before.
+    fn of<S: Setup>(index: &'a Index<S>) -> Option<Self> {
+        // Made only then: dropping one gives it up.
+        (!index.writer.swap(true, Ordering::Acquire)).then(|| Writer(&index.writer))
+    }
+}
+
+impl Drop for Writer<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// One who has been counted among all that write back, until that ends.
+struct Writing<'a>(&'a AtomicU64);
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 /// What comes next in a part of an index.
 #[allow(clippy::large_enum_variant, reason = "there is one, on the stack, and no heap")]
 enum Next {
@@ -57,6 +83,8 @@ enum Next {
     Runs([Option<DirtyRun>; RUNS]),
     /// A page on its way, which may be dirty.
     Moving(u64),
+    /// A dirty page to which no reference is to be had.
+    Lacks(u64, VmError),
     /// Nothing up to a page.
     Nothing(u64),
 }
@@ -89,13 +117,13 @@ impl<S: Setup> Vm<'_, S> {
         self.check_own_object(object)?;
         let object = object.object();
         let index = object.index.as_ref().filter(|index| index.source.is_some()).ok_or(VmError::OtherKind)?;
-        // Acquire pairs with the Release of who wrote before.
-        while index.writer.swap(true, Ordering::Acquire) {
-            self.cond_resched(cx);
-        }
-        let done = work(cx, object, index);
-        index.writer.store(false, Ordering::Release);
-        done
+        let _writer = loop {
+            match Writer::of(index) {
+                Some(writer) => break writer,
+                None => self.cond_resched(cx),
+            }
+        };
+        work(cx, object, index)
     }
 
     /// The same for what is dirty near a page that reclaim has met, unless somebody is writing back already: then reclaim may have been
@@ -105,21 +133,20 @@ impl<S: Setup> Vm<'_, S> {
         if self.writing().compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
             return 0;
         }
+        let _writing = Writing(self.writing());
         let mut written = 0;
         if let Some(handle) = self.object(owner.object) {
             // SAFETY: with a reference, which goes below.
             let object = unsafe { handle.as_ref() };
             let index = object.index.as_ref().filter(|index| index.source.is_some());
             // As in `as_writer`; but who reclaims may have what the writer waits for.
-            if let Some(index) = index.filter(|index| !index.writer.swap(true, Ordering::Acquire)) {
+            if let Some((index, _writer)) = index.and_then(|index| Some((index, Writer::of(index)?))) {
                 let from = owner.offset / NEAR * NEAR;
                 // What fails stays dirty, and is met again.
                 written = self.clean(cx, object, index, (from, index.pages().min(from + NEAR)), false).unwrap_or(0);
-                index.writer.store(false, Ordering::Release);
             }
             self.put_object(cx, handle);
         }
-        self.writing().fetch_sub(1, Ordering::AcqRel);
         written
     }
 
@@ -143,6 +170,7 @@ impl<S: Setup> Vm<'_, S> {
                     let first = runs.iter().flatten().next().map_or(at, |run| run.first);
                     at = runs.iter().flatten().next_back().map_or(at, DirtyRun::end);
                     self.writing().fetch_add(1, Ordering::AcqRel);
+                    let _writing = Writing(self.writing());
                     let forbidden = self.forbid_stores(cx, object, (first, at));
                     for run in runs.iter().flatten() {
                         match self.write_run(cx, index, source, run, forbidden) {
@@ -152,7 +180,10 @@ impl<S: Setup> Vm<'_, S> {
                         self.drop_pages(cx, run.extent, PageSize::Size4K, false);
                         self.cond_resched(cx);
                     }
-                    self.writing().fetch_sub(1, Ordering::AcqRel);
+                }
+                Next::Lacks(page, error) => {
+                    failed = failed.and(Err(error));
+                    at = page + 1;
                 }
             }
             self.cond_resched(cx);
@@ -182,7 +213,7 @@ impl<S: Setup> Vm<'_, S> {
                 moving = Some(first(at));
             }
         })?;
-        let mut failed = None;
+        let (mut failed, lacks) = (None, runs[0].map(|run| run.first));
         // No reference, no run, nor any behind it.
         let runs = runs.map(|run| {
             let run = run.filter(|run| failed.is_none() && moving.is_none_or(|page| run.first < page))?;
@@ -203,11 +234,11 @@ impl<S: Setup> Vm<'_, S> {
                 let _ = table.protect(part, change, Editing::LIVE)?;
             }
         }
-        match (runs[0], failed) {
-            (Some(_), _) => Ok(Next::Runs(runs)),
-            (None, Some(error)) => Err(error),
-            (None, None) => Ok(moving.map_or(Next::Nothing(end), Next::Moving)),
-        }
+        Ok(match (runs[0], failed.zip(lacks)) {
+            (Some(_), _) => Next::Runs(runs),
+            (None, Some((error, page))) => Next::Lacks(page, error),
+            (None, None) => moving.map_or(Next::Nothing(end), Next::Moving),
+        })
     }
 
     /// Has the source write a run, unless stores could not be `forbidden`.
@@ -469,9 +500,9 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(Some(debt)) = batch.detached(unhooked) else { return Ok(()) };
         batch.changed(space.bounds(), PageSize::Size4K);
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
-        // The receipt is of this batch, so it pays. A part is less than what is read off without a reschedule point.
+        // The receipt is of this batch, so it pays. At once: the object's areas are locked.
         if let Ok(detached) = debt.release(&receipt) {
-            self.harvest_by_parts(cx, space.table(), detached, |task, run| {
+            let _ = self.harvest_part(cx, space.table(), detached, u64::MAX, |task, run| {
                 if !run.flags.contains(LENT) {
                     dropping.drop_pages(self, &mut task.borrow_mut(), run.extent, run.size, false);
                 }
@@ -500,8 +531,7 @@ fn space_of<S: Setup>(area: &Vma<S>) -> &AddressSpace<S> {
 /// Whether an area has nothing more, because somebody is unmapping it: until he has flushed, its space owes a flush. For who has the table
 /// alone.
 fn leaves<S: Setup>(area: &Vma<S>) -> bool {
-    // Relaxed: set with the table alone.
-    let leaves = area.leaving.load(Ordering::Relaxed);
+    let leaves = area.leaves();
     if leaves {
         space_of(area).tlb().owe_flush();
     }
@@ -512,6 +542,5 @@ fn leaves<S: Setup>(area: &Vma<S>) -> bool {
 fn shown<S: Setup>(area: &Vma<S>, (first, end): (u64, u64)) -> Option<VirtRange> {
     let info = &area.info;
     let (begins, ends) = (first.max(info.offset), end.min(info.offset + info.range.pages()));
-    let at = |offset: u64| info.range.first_page() + (offset - info.offset);
-    (begins < ends).then(|| pages(at(begins), at(ends))).flatten()
+    (begins < ends).then(|| pages(area.page_of(begins), area.page_of(ends))).flatten()
 }

@@ -29,6 +29,25 @@ fn others_run_while_a_large_area_is_given_back() {
     assert!(free - world.trimmed() <= BEGIN);
 }
 
+/// So are the tables of addresses that have become free one after the other.
+#[test]
+fn others_run_while_tables_are_given_back() {
+    const TABLES: u64 = 1600;
+    let world = World::<X86_64>::of(Tables::X86_64, Limits::new(100, 3000), 7, ALL, everywhere());
+    // Less than a table has, and not at its beginning.
+    let pages = 400;
+    let areas: Vec<_> = (0..TABLES * 512 / (pages + 2))
+        .map(|_| {
+            world.map_pages(0, &[extent(Pfn::new((1 << 30) + 1), pages)], Request::new(0, "small")).expect("tables")
+        })
+        .collect();
+    areas.into_iter().for_each(|area| world.on(0, |cx| world.kva.free(cx, area)).expect("its own"));
+    world.on(0, |cx| world.kva.flush(cx));
+    let free = world.free();
+    let given = points(&world, || world.on(0, |cx| world.kva.trim(cx)));
+    assert!(world.free() - free > 1000 && given >= 3, "{given} for {} frames", world.free() - free);
+}
+
 /// So is one taken from memory that is in pieces.
 #[test]
 fn others_run_while_a_large_area_is_taken() {

@@ -3,17 +3,18 @@
 use crate::support::{
     CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, evict, machine, ops, run_as, take_back, with_frames,
 };
-use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
+use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults, every_fault};
 use hugemm_base::{CpuCx, Order};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
 use hugemm_reclaim::{Compressed, Compressor, Corrupt, PageBytes, SlotError, StoreError, Swap, SwapSlot, SwapStats};
 use proptest::prelude::*;
+use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::sync::Mutex;
 
 type Store<'f, 'm, I> = Compressed<'f, 'm, Plain<I>, Runs>;
 
-fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>, content: Content) -> Frozen {
+fn page<I: Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>, content: Content) -> Frozen {
     let mut page = frames.alloc(&machine.cx(), AllocRequest::order(Order::ZERO)).expect("memory");
     content.write(machine.page(&mut page));
     page
@@ -197,6 +198,55 @@ fn eviction_frees_memory_when_none_is_left() {
         let mut into = page(machine, frames, Content { random: 1, seed: 1 });
         slots.into_iter().for_each(|stored| take_back(machine, store, stored, &mut into));
         frames.free(&cx, into);
+    });
+}
+
+thread_local! {
+    /// What happens at this thread's next allocation, which fails then.
+    static AT_ALLOCATION: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+}
+
+struct Then;
+
+impl Inject for Then {
+    fn fault(&self, _: FaultPoint) -> bool {
+        AT_ALLOCATION.take().inspect(|then| then()).is_some()
+    }
+}
+
+/// A page whose own frame was to become a block, when a piece became free, comes back as it was: an LRU reads what it was said to be there.
+#[test]
+fn a_page_whose_frame_was_not_needed_says_nothing_of_a_store() {
+    let machine = machine(64, u64::MAX);
+    run_as(0);
+    with_frames(&machine, Then, |frames| {
+        let cx = machine.cx();
+        let store: Store<'_, '_, Then> = Compressed::new(frames, &cx, Runs, CPUS, 64).expect("memory for work");
+        let mut pages = (0..10).map(|seed| page(&machine, frames, Content { random: 200, seed }));
+        // As many as a frame has.
+        let mut slots: Vec<_> = pages
+            .by_ref()
+            .take(9)
+            .map(|page| {
+                let slot = store.store(&cx, &page, 0).expect("room");
+                frames.free(&cx, page);
+                slot
+            })
+            .collect();
+        let first = Cell::new(slots.pop());
+        let frees = || store.free(&machine.cx(), first.take().expect("once")).expect("held");
+        let frees: &dyn Fn() = &frees;
+        let last = pages.next().expect("ten");
+        // SAFETY: taken before `frees` ends, as is seen below.
+        AT_ALLOCATION.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(frees) }));
+        let evicted = store.evict(&cx, last).expect("a piece");
+        assert!(AT_ALLOCATION.take().is_none());
+        let freed = evicted.freed.expect("it was not needed");
+        assert_eq!(frames.descriptor(freed.pfn()).expect("managed").load(4), 0);
+        frames.free(&cx, freed);
+        slots.into_iter().chain([evicted.slot]).for_each(|slot| store.free(&cx, slot).expect("held"));
+        store.close(&cx).expect("empty");
+        assert_nothing_lost(&machine, frames);
     });
 }
 

@@ -2,12 +2,12 @@
 
 use crate::sources::{File, drop_unhooked, end_of_other, show};
 use crate::support::{
-    AT, Cpus, Cx, Follower, Metered, Model, Rig, SMALL, as_first, at_unlock, before_flush, bounds, no_faults,
+    AT, Cpus, Cx, Follower, Handle, Metered, Model, Rig, SMALL, as_first, at_unlock, before_flush, bounds, no_faults,
     on_both_formats, some_are_stale, span, with_format,
 };
-use hugemm_base::{CpuCx, CpuId, Never, Pfn, VirtAddr, VirtRange, with};
+use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, Pfn, VirtAddr, VirtRange, with};
 use hugemm_paging::{Aarch64, Flags, Lookup, PageFormat};
-use hugemm_vm::{Access, Backing, Notifier, SharedRef, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Notifier, Protection, Recency, SharedRef, VmaKind};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -110,6 +110,64 @@ fn beside<'h, F: PageFormat>(rig: &Rig<'h, F>, cx: &mut Cx<'_, 'h>) {
 
 fn beside_others<F: PageFormat>() {
     as_first::<F, false>(16, 2, 6, beside);
+}
+
+/// Unmaps a range; what CPU 1 says of its `deeds` before the flush has begun.
+fn before_unmapped<'h, F: PageFormat, R: Send>(
+    rig: &Rig<'h, F>,
+    cx: &mut Cx<'_, 'h>,
+    (space, range): (&Handle<'_, 'h, F>, VirtRange),
+    deeds: impl Fn(&mut Cx<'_, 'h>) -> R + Sync,
+) -> R {
+    let said = Cell::new(None);
+    let meanwhile = || {
+        let done = std::thread::scope(|scope| scope.spawn(|| rig.mmu.as_cpu(CpuId::new(1), &deeds)).join());
+        said.set(done.ok());
+    };
+    before_flush(&meanwhile, || assert_eq!(rig.vm.unmap(cx, space, range).expect("unmapped").areas, 1));
+    said.take().expect("it did not panic")
+}
+
+/// The same while a page is aged that a relative has there too, and while a page's places are looked for: the next area's pages are nobody's
+/// neighbours, and stay young; and where it shows the same page, that is one place.
+fn beside_ageing<'h, F: PageFormat>(rig: &Rig<'h, F>, cx: &mut Cx<'_, 'h>) {
+    let [here, there] = [AT, THERE].map(|at| span(at, PAGES << 12));
+    let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("memory");
+    let parent = rig.space(cx, here, SMALL);
+    rig.vm.fault(cx, &parent, here.start(), Access::Write).expect("memory");
+    let child = rig.vm.fork(cx, &parent).expect("memory");
+    rig.vm.map(cx, &parent, there, SHARED, Backing::Shared(&object, 0)).expect("an area");
+    rig.vm.fault(cx, &parent, VirtAddr::new(THERE + 0x1000), Access::Write).expect("memory");
+    let page = rig.leaf(cx, &parent, AT).frame;
+    let lineage = parent.find_vma(cx, here.start()).expect("an area").object;
+    let aged = before_unmapped(rig, cx, (&child, here), |cx| {
+        rig.vm.map(cx, &child, here, SMALL, Backing::Private).expect("nothing is there");
+        rig.enter(cx, &child);
+        rig.store(cx, &child, AT + 0x1000, 1).expect("memory");
+        rig.leave(cx, &child);
+        let mut taken = 0;
+        let mut take = |_: &Cx<'_, 'h>, heads: &[Pfn]| taken += heads.len();
+        let neighbours = Neighbours { wants: &|_| true, take: &mut take };
+        let run = AgeRun { object: lineage, pages: &[(0, page)], order: Order::ZERO };
+        rig.vm.age(cx, &run, &mut [Recency::UNUSED], Some(neighbours));
+        (taken, rig.leaf(cx, &child, AT + 0x1000).flags.contains(Flags::ACCESSED))
+    });
+    assert_eq!(aged, (0, true));
+    let places = before_unmapped(rig, cx, (&parent, there), |cx| {
+        let kind = with!(SHARED, protection = Protection::USER);
+        rig.vm.map(cx, &parent, there, kind, Backing::Shared(&object, 0)).expect("nothing is there");
+        rig.vm.fault(cx, &parent, there.start(), Access::Read).expect("memory");
+        let (shown, mut places) = (rig.leaf(cx, &parent, THERE).frame, Vec::new());
+        rig.vm.walk_mappings(cx, shown, |_, place| places.push(place.area.kind.protection));
+        places
+    });
+    assert_eq!(places, [Protection::USER]);
+    [child, parent].into_iter().for_each(|space| rig.vm.destroy(cx, space).expect("nobody uses it"));
+    rig.vm.close(cx, object).expect("its own");
+}
+
+fn beside_others_age<F: PageFormat>() {
+    as_first::<F, false>(16, 2, 7, beside_ageing);
 }
 
 /// How many CPUs unmap.
@@ -340,5 +398,6 @@ fn nobody_reaches_what_is_dropped_through_a_detached_table() {
 on_both_formats! {
     fn what_an_area_showed_is_not_taken_from_the_next_one_there: another (first);
     fn what_is_written_is_not_forbidden_to_the_next_one_there: beside_others ();
+    fn what_is_aged_meanwhile_takes_nothing_from_the_next_one_there: beside_others_age ();
     fn a_hole_is_made_though_others_unmap: ended ();
 }

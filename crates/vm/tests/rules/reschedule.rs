@@ -156,6 +156,40 @@ fn many_areas_are_gone_through_in_parts() {
     });
 }
 
+/// What few pages have left of many tables is read off in parts, and so are tables that have nothing more.
+#[test]
+fn tables_go_in_parts() {
+    const GIB: u64 = 512;
+    const TABLES: u64 = 2 * GIB + 256;
+    // What lies under a GiB is not divided; otherwise 32 tables at a time.
+    const POINTS: u64 = 2 + 256 / 32 - 1;
+    with_cpu(32, 1, 50, |rig, cx| {
+        let all = span(AT, TABLES << 21);
+        let space = rig.space(cx, all, VmaKind::private(PageSize::Size4K));
+        let points = |cx: &Cx<'_, '_>| cx.platform().counters().reschedules.get();
+        let touch = |cx: &mut _| {
+            for table in 0..TABLES {
+                rig.vm.fault(cx, &space, VirtAddr::new(AT + (table << 21)), Access::Write).expect("memory");
+            }
+        };
+        touch(cx);
+        let before = points(cx);
+        assert_eq!(rig.vm.unmap(cx, &space, all).expect("an area").pages, TABLES);
+        assert_eq!(points(cx) - before, POINTS);
+        rig.vm.map(cx, &space, all, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+        touch(cx);
+        // None of these has all that a table has.
+        for table in 0..=TABLES {
+            rig.vm.unmap(cx, &space, span(AT + (table << 21) - (1 << 20), 2 << 20)).expect("in the space");
+        }
+        let (before, used) = (points(cx), rig.used(cx));
+        rig.vm.map(cx, &space, all, VmaKind::private(PageSize::Size2M), Backing::Private).expect("nothing is there");
+        assert_eq!(points(cx) - before, POINTS);
+        assert!(used - rig.used(cx) >= TABLES);
+        rig.vm.destroy(cx, space).expect("destroyed");
+    });
+}
+
 /// Does `work` with each page; how many reschedule points it passes.
 fn with_each<'h>(
     rig: &Rig<'h>,

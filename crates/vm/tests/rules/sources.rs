@@ -13,12 +13,16 @@ use hugemm_vm::{
     StoredPages, UnhookedPage, VmError, VmaKind,
 };
 use std::cell::Cell;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 const READ: Protection = Protection::USER;
 const THERE: u64 = 0x70_0000_0000;
+
+/// What a write panics with.
+const PANICS: u32 = 999;
 
 /// A file in memory.
 #[derive(Default)]
@@ -27,7 +31,7 @@ pub(crate) struct File {
     /// Pages that were asked for together, and that were written together: from where on, and how many bytes.
     fills: Mutex<Vec<(u64, usize)>>,
     writes: Mutex<Vec<(u64, usize)>>,
-    /// What it fails with; 0: it does not. More than a hundred: it fills so many bytes less.
+    /// What it fails with; 0: it does not. More than a hundred: it fills so many bytes less, and one write; [`PANICS`]: that panics.
     fails: AtomicU32,
     pub(crate) closed: AtomicU64,
     /// Where the manager is that it calls.
@@ -127,6 +131,10 @@ impl<'h, F: PageFormat, const AWAY: bool> PageSource<Model<'h, F, AWAY>> for Fil
         }
         self.stop_at::<F, AWAY>(7, cx);
         let code = self.fails.load(Ordering::Relaxed);
+        if code > 100 {
+            self.fails(0);
+        }
+        assert_ne!(code, PANICS, "as it was asked to");
         if code > 0 {
             return Err(SourceError(code));
         }
@@ -591,6 +599,50 @@ fn lost<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
     assert_eq!(file.closed.load(Ordering::Relaxed), 1);
 }
 
+/// Of three runs one is refused by the source, and for one there is no memory.
+fn lacking<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let file = File::new(8 << 12);
+    let (object, space) = enter(rig, cx, file);
+    let at = |page: u64| AT + (page << 12);
+    [0, 2, 4].into_iter().for_each(|page| rig.store(cx, &space, at(page), 9).expect("memory"));
+    let frame = rig.leaf(cx, &space, at(2)).frame;
+    // SAFETY: the object keeps it.
+    let more = || unsafe { rig.vm.frames().get_at(frame) }.ok();
+    let held: Vec<_> = std::iter::from_fn(more).collect();
+    rig.vm.pager().holds_back.store(true, Ordering::Relaxed);
+    file.fails(101);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 8), Err(VmError::Source { at: VirtAddr::new(0), code: 101 }));
+    assert_eq!([0, 2, 4].map(|page| file.word(page << 12)), [0, 2 << 12, 9]);
+    assert_eq!(rig.vm.sync(cx, &object, 0, 8), Err(VmError::NoMemory));
+    rig.vm.pager().holds_back.store(false, Ordering::Relaxed);
+    held.into_iter().for_each(|folio| assert!(rig.vm.frames().put(cx, folio).is_ok()));
+    assert_eq!(rig.vm.sync(cx, &object, 0, 8), Ok(1));
+    assert_eq!([0, 2].map(|page| file.word(page << 12)), [9, 9]);
+    end(rig, cx, (object, space));
+}
+
+/// Who is left by unwinding writes nothing back any more.
+fn unwinding<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
+    let (file, other) = (File::new(4 << 12), File::new(4 << 12));
+    let (object, space) = enter(rig, cx, file);
+    let beside = rig.vm.open_source(cx, other).expect("memory");
+    rig.vm.map(cx, &space, span(THERE, 4 << 12), SMALL, Backing::Shared(&beside, 0)).expect("an area");
+    let owners = [AT, THERE].map(|at| {
+        rig.store(cx, &space, at, 9).expect("memory");
+        rig.vm.owner(rig.leaf(cx, &space, at).frame).expect("the object")
+    });
+    file.fails(PANICS);
+    let synced = std::panic::catch_unwind(AssertUnwindSafe(|| rig.vm.sync(cx, &object, 0, 4)));
+    assert!(synced.is_err());
+    // What it had in hand stays.
+    rig.keep(1);
+    assert_eq!(rig.vm.write_back(cx, owners[1]), 1, "nobody writes back");
+    rig.store(cx, &space, AT + 0x1000, 9).expect("memory");
+    assert_eq!(rig.vm.write_back(cx, owners[0]), 1, "nor this one");
+    end(rig, cx, (object, space));
+    rig.vm.close(cx, beside).expect("its own");
+}
+
 fn empty<'h, F: PageFormat>(rig: &Rig<'h, F, true>, cx: &mut Cx<'_, 'h>) {
     let file = File::new(0);
     let object = rig.vm.open_source(cx, file).expect("memory");
@@ -684,6 +736,9 @@ on_both_formats! {
     fn reclaim_writes_nothing_while_others_write: beside (rig);
     fn who_waits_for_a_page_lets_reclaim_write_others: waiting (rig);
     fn what_a_device_stores_while_its_page_is_written_is_written_too: unpinned (rig);
+    /// The first error is what is said, and what can be written is.
+    fn what_cannot_be_written_keeps_nothing_else: lacking (first);
+    fn a_source_that_panics_keeps_nobody_from_writing: unwinding (first);
     fn runs_that_lie_near_each_other_cost_one_flush: scattered (first);
     /// What a source fails with reaches whoever wanted something of it, and nothing is different after it.
     fn a_source_that_fails_says_why: failing (first);

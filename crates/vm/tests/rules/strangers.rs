@@ -1,13 +1,17 @@
 //! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
 //! pinned pages does not end.
 
-use crate::support::{AT, Follower, Model, PoolMemory, SMALL, bounds, map, no_faults, parts, span, with_cpu, with_rig};
+use crate::support::{
+    AT, Follower, Model, PoolMemory, SMALL, Watched, bounds, map, no_faults, parts, span, with_cpu, with_rig,
+};
+use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Dirty, Never, NodeId, Order, PageSize, VirtAddr, with};
-use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_frames::{AllocRequest, ArenaSpec, FolioRef, Frames, FramesConfig, Plain};
 use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
-use hugemm_paging::Lookup;
+use hugemm_paging::{DeferredUnmap, Lookup, TlbCpu, TlbShootdown};
 use hugemm_threads::Memory;
 use hugemm_vm::{Access, Backing, Pools, Protection, Vm, VmError, VmaKind};
+use std::panic::AssertUnwindSafe;
 
 /// A second manager over the same frames refuses what is the first one's, and changes nothing.
 #[test]
@@ -58,6 +62,30 @@ fn another_managers_things_are_refused() {
             other.destroy(cx, own).expect("destroyed");
             other.trim(cx);
         });
+    });
+}
+
+/// What gathers the flushes of another machine is refused before anything is taken.
+#[test]
+fn another_machines_flushes_are_refused() {
+    with_cpu(16, 1, 56, |rig, cx| {
+        let space = rig.space(cx, span(AT, 0x1000), VmaKind::private(PageSize::Size4K));
+        rig.enter(cx, &space);
+        rig.store(cx, &space, AT, 7).expect("a page");
+        let (slots, inboxes) = ([TlbCpu::default()], [const { AtomicU64::new(0) }; 1]);
+        // SAFETY: none of its CPUs translates anything.
+        let others = unsafe { TlbShootdown::new(&slots, &inboxes, Watched(rig.mmu)) }.expect("enough words");
+        // SAFETY: it is used with these only, but for what is refused.
+        let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(&others) }.expect("few CPUs");
+        let frame = rig.leaf(cx, &space, AT).frame;
+        let unhooked = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            rig.vm.unhook(cx, rig.hold(frame), &deferred).map(|page| page.put_back(cx))
+        }));
+        assert!(unhooked.is_err() && matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT)), Lookup::Mapped(_)));
+        assert_eq!(rig.load(cx, &space, AT), Ok(7));
+        // SAFETY: the reference that unwinding has lost.
+        assert!(rig.vm.frames().put(cx, unsafe { FolioRef::from_pfn(frame) }).is_ok());
+        rig.end(cx, space);
     });
 }
 
