@@ -195,12 +195,11 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
         wait_for(connection)?;
         let received = {
             let _turn = turn(&user.answer);
-            wire::receive::<Request>(connection)
+            wire::receive_request(connection)
         };
         let request = match received {
             Ok(None) => break,
-            // No request has a descriptor.
-            Ok(Some((request, _))) => Ok(request),
+            Ok(Some(request)) => Ok(request),
             Err(error)
                 if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) =>
             {
@@ -385,6 +384,27 @@ mod tests {
         let mut text = String::new();
         std::io::Read::read_to_string(&mut log, &mut text).expect("UTF-8");
         assert_eq!(text.lines().filter(|line| line.contains("\"event\":\"seen\"")).count(), 4, "{text}");
+    }
+
+    /// A file of a file system that its sender serves would have whoever closes it wait for that.
+    #[test]
+    fn a_descriptor_with_a_request_is_never_the_daemons() {
+        let daemon = Daemon::new(PoolConfig::new(Page::Huge2M, Shapes(Vec::new()), 0, 0));
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (ours, theirs) = pair.expect("a pair");
+        let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+        thread::scope(|scope| {
+            scope.spawn(|| client(&daemon, theirs.as_fd(), &peer, &User::default()));
+            let (mut read, write) = io::pipe().expect("a pipe");
+            wire::send(ours.as_fd(), &Request::Status {}, Some(write.as_fd())).expect("sent");
+            drop(write);
+            match wire::receive_answer(ours.as_fd()).expect("received").expect("an answer").0 {
+                Answer::Refused(refused) => assert_eq!(refused.kind, RefusedKind::Invalid, "{refused:?}"),
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(io::Read::read(&mut read, &mut [0]).expect("a pipe"), 0, "nobody has it");
+            drop(ours);
+        });
     }
 
     /// However many there are, each may be named by the policy.

@@ -224,8 +224,16 @@ fn send_packet(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>)
 ///
 /// The system's; `InvalidData` for what is no such packet.
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Option<OwnedFd>)>> {
-    let Some((bytes, fd)) = receive_packet(socket)? else { return Ok(None) };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let Some((bytes, fd)) = receive_packet(socket, RecvAncillaryBuffer::new(&mut space))? else { return Ok(None) };
     Ok(Some((serde_json::from_slice(&bytes)?, fd)))
+}
+
+/// Receives a request, and no descriptor: whoever closes a file waits for what serves its file system, which may be its sender's. What
+/// comes without room for it the kernel drops, and nobody waits (`scm_destroy` of net/core/scm.c).
+pub(crate) fn receive_request(socket: BorrowedFd<'_>) -> io::Result<Option<Request>> {
+    let packet = receive_packet(socket, RecvAncillaryBuffer::new(&mut []))?;
+    Ok(packet.map(|(bytes, _)| serde_json::from_slice(&bytes)).transpose()?)
 }
 
 /// Receives an answer, however long, as [`receive`] does.
@@ -240,7 +248,7 @@ pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Opti
     };
     let mut text = Vec::new();
     while text.len() < bytes {
-        match receive_packet(socket)? {
+        match receive_packet(socket, RecvAncillaryBuffer::new(&mut []))? {
             Some((part, _)) => text.extend(part),
             None => return Ok(None),
         }
@@ -248,13 +256,14 @@ pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Opti
     Ok(Some((serde_json::from_slice(&text)?, fd)))
 }
 
-fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
+fn receive_packet(
+    socket: BorrowedFd<'_>,
+    mut control: RecvAncillaryBuffer<'_>,
+) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
     // As long as what comes: 64 KiB of zeros would be sixteen pages, which a program that starts waits for.
     let length =
         rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut [0_u8; 0], RecvFlags::PEEK | RecvFlags::TRUNC))?.1;
     let mut bytes = vec![0; length.min(MOST)];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
     // A wait that has an end is cut short where the process is stopped and goes on (signal(7)).
     let got = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
@@ -274,7 +283,8 @@ fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<
     }
     if got.flags.contains(ReturnFlags::CTRUNC) {
         return invalid(
-            "the descriptor that came cannot be had: none is free (ulimit -n), SELinux or AppArmor forbids it, or more than one came",
+            "a descriptor came that is not taken: with no request; else none is free (ulimit -n), SELinux or AppArmor forbids it, or \
+             there is more than one",
         );
     }
     bytes.truncate(got.bytes);
