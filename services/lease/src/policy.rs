@@ -6,7 +6,8 @@
 //! gid 36    512G     0,1
 //! ```
 //!
-//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no line. Nobody else gets anything.
+//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no
+//! line; one that names them is for them, too, and takes their commands from them. Nobody else gets anything.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -125,9 +126,9 @@ impl LendingPolicy {
         Ok(LendingPolicy { owner, rules })
     }
 
-    /// Root and the daemon's own user.
+    /// Root and the daemon's own user, but whom a line names: the root of a container is the daemon's.
     pub fn is_owner(&self, asker: &Asker) -> bool {
-        asker.uid == 0 || asker.uid == self.owner
+        (asker.uid == 0 || asker.uid == self.owner) && self.rule(asker).is_err()
     }
 
     /// Whether anything is said of `asker`.
@@ -141,10 +142,7 @@ impl LendingPolicy {
 
     /// Whose what `asker` leases is.
     pub fn account(&self, asker: &Asker) -> Who {
-        match self.rule(asker) {
-            Ok(rule) if !self.is_owner(asker) => rule.who,
-            _ => Who::User(asker.uid),
-        }
+        self.rule(asker).map_or(Who::User(asker.uid), |rule| rule.who)
     }
 
     fn rule(&self, asker: &Asker) -> Result<&Rule, Refusal> {
@@ -196,6 +194,17 @@ mod tests {
         assert_eq!(policy.allows(&Asker::user(5), 1, 0, None), Err(Refusal::NotNamed));
         for uid in [0, 7] {
             assert_eq!(policy.allows(&Asker::user(uid), u64::MAX, 1, None), Ok(()));
+        }
+    }
+
+    /// Of a container, say, whose root is the daemon's.
+    #[test]
+    fn a_line_for_root_binds_it() {
+        let policy = policy("uid 0 4G\ngid 7 1G").expect("valid");
+        for (uid, line, allowed) in [(0, Who::User(0), 4 << 30), (7, Who::Group(7), 1 << 30)] {
+            let asker = &Asker::user(uid);
+            assert_eq!(policy.allows(asker, allowed, 1, None), Err(Refusal::Quota { allowed, has: 1 }));
+            assert_eq!((policy.names(asker), policy.account(asker), policy.is_owner(asker)), (Ok(()), line, false));
         }
     }
 
