@@ -216,8 +216,7 @@ impl Kept {
         !is_free
     }
 
-    /// Has it watched whether anybody has the memory. Nobody opens it by its path meanwhile: nobody has it, or is given it yet. May wait, as
-    /// [`lend`](Self::lend).
+    /// Has it watched whether anybody has the memory. Its owner cannot open it by a path meanwhile. May wait, as [`lend`](Self::lend).
     pub(crate) fn watch(&self, watches: &Watches) -> Result<Watch, Errno> {
         let _turn = self.has_turn();
         self.while_ours(|| watches.add(&self.memory))?

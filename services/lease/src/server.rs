@@ -214,6 +214,8 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
                 Ok(Request::Lease(_)) => Some(&user.lease),
                 // It takes a while, and none but who may have all of the daemon's time does it.
                 Ok(Request::Drain {} | Request::Fill {}) => None,
+                // Which may wait for the memory's owner.
+                Ok(Request::Forget(_)) => None,
                 // Which asks their disks.
                 Ok(Request::Status {}) if !daemon.config().templates.is_empty() => None,
                 _ => Some(&user.answer),
@@ -267,9 +269,10 @@ fn answer(daemon: &Daemon, peer: &Peer, request: Request, held: &mut Held<'_>) -
             Answer::Done {}
         }
         Request::Forget(forget) => daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {}),
-        Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
-            refused(RefusedKind::LendingPolicy, "only root and the daemon's own user may do that".to_owned())
-        }
+        Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => refused(
+            RefusedKind::LendingPolicy,
+            "only root and the daemon's own user may do that, and not whom a line of the policy names".to_owned(),
+        ),
         Request::Drain {} | Request::Fill {} => {
             daemon.drain(matches!(request, Request::Drain {}));
             Answer::Done {}
@@ -314,9 +317,12 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 mod tests {
     use super::*;
     use crate::daemon::PoolConfig;
+    use crate::kept::Kept;
     use crate::memory_file::{MemoryFile, Page};
+    use crate::policy::Who;
     use crate::stock::Shapes;
-    use crate::wire::{Seen, Wish};
+    use crate::wire::{Forget, KeepAs, Seen, Wish};
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
     use rustix::net::{AddressFamily, SocketType, socketpair};
 
     /// A client may say what it likes as often as it likes: of its own leases each thing counts, and is logged, once; of others' nothing.
@@ -404,6 +410,47 @@ mod tests {
             }
             assert_eq!(io::Read::read(&mut read, &mut [0]).expect("a pipe"), 0, "nobody has it");
             drop(ours);
+        });
+    }
+
+    /// An owner can keep the kernel busy with its memory: whoever forgets that waits alone, and root does not.
+    #[test]
+    fn nobody_else_waits_while_an_owner_forgets() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("skipped: only root has other users");
+        }
+        let page = Page::Transparent;
+        let daemon = &Daemon::new(PoolConfig::new(page, Shapes(Vec::new()), 0, 0));
+        let memory = MemoryFile::new(page, page.bytes()).expect("a file").into_fd();
+        let keep = KeepAs { name: "cache".to_owned(), secret: None };
+        let kept = Kept::new(memory, (&Asker::user(1000), Who::User(1000)), keep.name.clone(), "secret".to_owned());
+        daemon.adopt_kept(vec![kept.expect("a record")]);
+        let memory = daemon.first_kept();
+        thread::scope(|scope| {
+            let user = Arc::new(User::default());
+            let connect = || {
+                let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+                let ((ours, theirs), user) = (pair.expect("a pair"), Arc::clone(&user));
+                let peer = Peer { asker: Asker::user(1000), pid: 0, process: None };
+                scope.spawn(move || client(daemon, theirs.as_fd(), &peer, &user));
+                set_socket_timeout(&ours, Timeout::Recv, Some(Duration::from_secs(20))).expect("a timeout");
+                ours
+            };
+            let waits = memory.has_turn();
+            let [forgets, other] = [connect(), connect()];
+            let forget = Forget { keep, uid: None };
+            wire::send(forgets.as_fd(), &Request::Forget(forget.clone()), None).expect("sent");
+            while Arc::strong_count(&memory) < 3 {
+                thread::yield_now();
+            }
+            wire::send(other.as_fd(), &Request::Status {}, None).expect("sent");
+            wire::receive_answer(other.as_fd()).expect("in time");
+            let (says, hears) = std::sync::mpsc::channel();
+            let forget = Forget { uid: Some(1000), ..forget };
+            scope.spawn(move || says.send(daemon.forget(&Asker::user(0), &forget)));
+            hears.recv_timeout(Duration::from_secs(20)).expect("in time").expect("root may");
+            drop(waits);
+            assert!(wire::receive_answer(forgets.as_fd()).expect("answered").is_some());
         });
     }
 

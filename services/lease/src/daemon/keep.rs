@@ -152,6 +152,11 @@ impl Daemon {
         Some(Ok((Leased { lease, bytes: wish.bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
     }
 
+    #[cfg(test)]
+    pub(crate) fn first_kept(&self) -> Arc<Kept> {
+        self.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept")
+    }
+
     /// Keeps memory no more.
     ///
     /// # Errors
@@ -161,7 +166,8 @@ impl Daemon {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
         let key = (uid, forget.keep.name.clone());
-        let watched = self.watch_kept(&key);
+        // Whoever commands waits for no owner.
+        let watched = if commands { Ok(()) } else { self.watch_kept(&key) };
         let mut state = self.state();
         match state.kept.get(&key) {
             None => {
@@ -175,7 +181,7 @@ impl Daemon {
                 Err(refused(RefusedKind::Kept, message))
             }
             // It would count no more.
-            Some(kept) if let (false, Err(why), true) = (commands, watched, kept.is_in_use()) => {
+            Some(kept) if let (Err(why), true) = (watched, kept.is_in_use()) => {
                 Err(refused(RefusedKind::Kept, unknown(why)))
             }
             Some(_) => {
@@ -286,7 +292,7 @@ mod tests {
         let (leased, file) = daemon.lease(root, 7, &keep(None)).expect("ready");
         daemon.end(leased.lease);
         drop(file);
-        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        let memory = daemon.first_kept();
         let resumed = std::thread::scope(|scope| {
             let waits = memory.has_turn();
             let resumed = scope.spawn(|| daemon.lease(root, 8, &keep(leased.secret.clone())));
@@ -326,7 +332,7 @@ mod tests {
         let keep = KeepAs { name: "cache".to_owned(), secret: Some("secret".to_owned()) };
         let wish = Wish { keep: Some(keep.clone()), ..Wish::of(page.bytes()) };
         assert!(daemon.lease(root, 7, &wish).expect_err("of another length").message.contains("longer or shorter"));
-        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        let memory = daemon.first_kept();
         rustix::fs::ftruncate(memory.memory(), page.bytes()).expect("its own");
         drop(memory);
         let (leased, file) = daemon.lease(root, 7, &wish).expect("as it was");
