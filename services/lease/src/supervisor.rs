@@ -86,8 +86,11 @@ fn start(lending: &mut Lending, require: bool, say: Say) -> Result<(OwnedFd, u32
     let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
         // Here they are closed: a supervisor that gets nothing ends when ours is closed, too.
         let mut its = Some((theirs, Ears::of_this_process()?));
-        if fs::read_dir("/proc/self/task")?.count() != 1 {
-            return Err(io::Error::other("this process has several threads"));
+        // One that was joined is there for a moment still.
+        let mut looks = 0..100;
+        while fs::read_dir("/proc/self/task")?.count() != 1 {
+            looks.next().ok_or_else(|| io::Error::other("this process has several threads; attach first"))?;
+            std::thread::sleep(Duration::from_millis(1));
         }
         let mut life = || {
             let ran = its.take().map(|(theirs, ears)| run(theirs, lending, ears, require, say));
