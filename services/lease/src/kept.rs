@@ -30,7 +30,7 @@ const NAME: &str = "kept-";
 /// A record's length: it is written by one call, so that a daemon that is killed leaves the old one or the new one.
 const RECORD: usize = 4096;
 
-/// The longest name.
+/// The longest name, of this or of a template.
 pub const MOST_NAME: usize = 200;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

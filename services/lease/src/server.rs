@@ -6,6 +6,7 @@ use crate::policy::Asker;
 use crate::wire::{self, Answer, Packet, Refused, RefusedKind, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::SocketFlags;
+use rustix::net::sockopt::{Timeout, set_socket_send_buffer_size, set_socket_timeout};
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -147,8 +148,12 @@ const MOST: u64 = 1024;
 /// The stack of a connection's thread, in bytes.
 const STACK: usize = 256 << 10;
 
-/// What a connection takes of the daemon's memory and the kernel's, in bytes: 50 KiB were measured.
-const EACH: u64 = 64 << 10;
+/// What a connection takes of the daemon's memory and the kernel's, in bytes: 50 KiB were measured, and as much again is for answers that
+/// are not taken: the socket has room for two packets, and one more may be beyond it.
+const EACH: u64 = 128 << 10;
+
+/// For so long a client need not take what is said to it.
+const DEAF: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 5000 });
 
 /// For how many connections half of the memory is enough that this process's control group may have.
 fn room() -> u64 {
@@ -190,6 +195,9 @@ fn enter(
 }
 
 fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User) -> io::Result<()> {
+    // The kernel doubles it (socket(7)).
+    set_socket_send_buffer_size(connection, wire::PART)?;
+    set_socket_timeout(connection, Timeout::Send, Some(DEAF))?;
     let mut held = Held { daemon, leases: Vec::new() };
     loop {
         wait_for(connection)?;
@@ -227,7 +235,7 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
             };
             answer.map(|(answer, file)| Packet::new(&answer, file)).transpose()?
         };
-        // Whoever does not take its answers waits alone.
+        // Whoever does not take its answers waits alone, and not for long.
         packet.map_or(Ok(()), |packet| packet.send(connection))?;
     }
     // A lease lasts as long as its process, which need not keep the connection open, and as long as the connection, which a supervisor
@@ -322,7 +330,7 @@ mod tests {
     use crate::policy::Who;
     use crate::stock::Shapes;
     use crate::wire::{Forget, KeepAs, Seen, Wish};
-    use rustix::net::sockopt::{Timeout, set_socket_timeout};
+    use rustix::event::Timespec;
     use rustix::net::{AddressFamily, SocketType, socketpair};
 
     /// A client may say what it likes as often as it likes: of its own leases each thing counts, and is logged, once; of others' nothing.
@@ -409,6 +417,12 @@ mod tests {
                 other => panic!("{other:?}"),
             }
             assert_eq!(io::Read::read(&mut read, &mut [0]).expect("a pipe"), 0, "nobody has it");
+            let keep = KeepAs { name: "x".repeat(60_000), secret: None };
+            wire::send(ours.as_fd(), &Request::Forget(Forget { keep, uid: None }), None).expect("sent");
+            match wire::receive_answer(ours.as_fd()).expect("received").expect("an answer").0 {
+                Answer::Refused(refused) => assert!(refused.message.len() < 1024, "it is not said again"),
+                other => panic!("{other:?}"),
+            }
             drop(ours);
         });
     }
@@ -517,5 +531,8 @@ mod tests {
         assert!(several.iter().all(|socket| heard(socket) == Ok(0)), "it is not their turn");
         drop(turn);
         several.iter().for_each(|socket| drop(hears(socket)));
+        let mut waits = [PollFd::new(&deaf, PollFlags::RDHUP)];
+        let gone = poll(&mut waits, Some(&Timespec { tv_sec: 20, tv_nsec: 0 }));
+        assert_eq!(gone, Ok(1), "it is not waited for");
     }
 }
