@@ -136,6 +136,8 @@ struct User {
     answer: Mutex<()>,
     /// To be given memory, which may have to be filled.
     lease: Mutex<()>,
+    /// To be told how things stand.
+    status: Mutex<()>,
 }
 
 fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
@@ -224,8 +226,8 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
                 Ok(Request::Drain {} | Request::Fill {}) => None,
                 // Which may wait for the memory's owner.
                 Ok(Request::Forget(_)) => None,
-                // Which asks their disks.
-                Ok(Request::Status {}) if !daemon.config().templates.is_empty() => None,
+                // Which asks the disks of templates.
+                Ok(Request::Status {}) => Some(&user.status),
                 _ => Some(&user.answer),
             };
             let _turn = of.map(turn);
@@ -329,6 +331,7 @@ mod tests {
     use crate::memory_file::{MemoryFile, Page};
     use crate::policy::Who;
     use crate::stock::Shapes;
+    use crate::template::Template;
     use crate::wire::{Forget, KeepAs, Seen, Wish};
     use rustix::event::Timespec;
     use rustix::net::{AddressFamily, SocketType, socketpair};
@@ -507,7 +510,8 @@ mod tests {
     #[test]
     fn connections_of_a_user_are_answered_by_turns() {
         let config = PoolConfig::new(Page::Huge2M, Shapes(vec![Page::Huge2M.bytes(); 1000]), Page::Huge2M.bytes(), 0);
-        let daemon = Arc::new(Daemon::new(config));
+        let templates = vec![Template { name: "none".to_owned(), path: "/nowhere".into() }];
+        let daemon = Arc::new(Daemon::new(PoolConfig { templates, ..config }));
         let connect = |user: &Arc<User>| {
             let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
             let ((ours, theirs), daemon, user) = (pair.expect("a pair"), Arc::clone(&daemon), Arc::clone(user));
@@ -521,7 +525,7 @@ mod tests {
         let hears = |socket: &OwnedFd| wire::receive_answer(socket.as_fd()).expect("received").expect("an answer");
         rustix::io::ioctl_fionbio(&deaf, true).expect("a socket");
         while wire::send(deaf.as_fd(), &Request::Status {}, None).is_ok() {}
-        let turn = turn(&user.answer);
+        let turn = turn(&user.status);
         several.iter().for_each(ask);
         for _ in 0..100 {
             ask(&another);
