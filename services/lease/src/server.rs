@@ -31,7 +31,7 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
     // Somebody who opens kept memory while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
-    let (mut users, room) = (BTreeMap::new(), room());
+    let (mut users, room) = (BTreeMap::new(), room(&group()));
     loop {
         let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
@@ -61,23 +61,22 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
             Err(error) => return Err(error.into()),
         };
         let Ok(peer) = Peer::of(connection.as_fd()) else { continue };
+        let connection = Arc::new(connection);
         // Whoever may have nothing, or has too much, gets no thread. The socket is new, so there is room for the answer.
         let known = daemon.knows(&peer.asker).and_then(|()| enter(&mut users, daemon, &peer.asker, &connection, room));
-        let user = match known {
-            Ok(user) => user,
-            Err(refused) => {
-                let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
-                continue;
-            }
-        };
-        let daemon = Arc::clone(daemon);
-        // A client that is refused a thread sees its connection closed.
-        let thread = thread::Builder::new().name("client".to_owned()).stack_size(STACK);
-        let _ = thread.spawn(move || {
-            // What goes wrong with one client's connection is that client's end.
-            let _ = client(&daemon, connection.as_fd(), &peer, &user);
-        });
+        if let Err(refused) = known.and_then(|user| start(daemon, &connection, peer, user)) {
+            let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
+        }
     }
+}
+
+/// Has a thread serve a connection.
+fn start(daemon: &Arc<Daemon>, connection: &Arc<OwnedFd>, peer: Peer, user: Arc<User>) -> Result<(), Refused> {
+    let (daemon, connection) = (Arc::clone(daemon), Arc::clone(connection));
+    let thread = thread::Builder::new().name("client".to_owned()).stack_size(STACK);
+    // What goes wrong with one client's connection is that client's end.
+    let started = thread.spawn(move || _ = client(&daemon, connection.as_fd(), &peer, &user));
+    started.map(drop).map_err(|_| no_room())
 }
 
 /// Who is at the other end, as the kernel vouches for it.
@@ -157,12 +156,23 @@ const EACH: u64 = 128 << 10;
 /// For so long a client need not take what is said to it.
 const DEAF: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 5000 });
 
-/// For how many connections half of the memory is enough that this process's control group may have.
-fn room() -> u64 {
+/// Where this process's control group is.
+fn group() -> String {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default();
-    let most = std::fs::read_to_string(format!("/sys/fs/cgroup{group}/memory.max"));
-    most.ok().and_then(|most| most.trim().parse::<u64>().ok()).map_or(u64::MAX, |most| most / 2 / EACH)
+    format!("/sys/fs/cgroup{}", groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default())
+}
+
+/// For how many connections half of the memory is enough that a control group may have, and there may be threads.
+fn room(group: &str) -> u64 {
+    let most = |of| std::fs::read_to_string(format!("{group}/{of}")).ok()?.trim().parse::<u64>().ok();
+    let memory = most("memory.max").map(|most| most / 2 / EACH);
+    memory.into_iter().chain(most("pids.max")).min().unwrap_or(u64::MAX)
+}
+
+fn no_room() -> Refused {
+    let message =
+        "the daemon has no memory, or no thread, left; raise memory.max or pids.max of its control group (TasksMax)";
+    Refused { kind: RefusedKind::LendingPolicy, message: message.to_owned() }
 }
 
 /// One connection more. Root and the daemon's own user have as many as they want, and descriptors that nobody else gets.
@@ -190,7 +200,7 @@ fn enter(
             return refusal("the daemon has no descriptor left for users; raise its limit (LimitNOFILE)".to_owned());
         }
         if all >= room - room / 8 {
-            return refusal("the daemon has no memory left for users; raise its control group's memory.max".to_owned());
+            return Err(no_room());
         }
     }
     Ok(Arc::clone(user))
@@ -326,6 +336,7 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::background::may_make_no_thread;
     use crate::daemon::PoolConfig;
     use crate::kept::Kept;
     use crate::memory_file::{MemoryFile, Page};
@@ -487,9 +498,17 @@ mod tests {
         known.join().expect("no panic");
     }
 
-    /// Connections take no more of the daemon's memory than there is, and no user's most of that.
+    /// Connections take no more of the daemon's memory and threads than there are, and no user's most of them.
     #[test]
     fn connections_fit_in_the_memory() {
+        let group = std::env::temp_dir().join(format!("hugemm-group-{}", std::process::id()));
+        std::fs::create_dir(&group).expect("a directory");
+        let rooms = [("memory.max", "max"), ("pids.max", "16"), ("memory.max", "1048576")].map(|(file, most)| {
+            std::fs::write(group.join(file), format!("{most}\n")).expect("written");
+            room(&group.display().to_string())
+        });
+        std::fs::remove_dir_all(&group).expect("its own");
+        assert!(rooms[0] > 16 && rooms[1..] == [16, 4], "{rooms:?}");
         let (mut users, room) = (BTreeMap::new(), 16);
         let policy = (1000..1010).map(|uid| format!("uid {uid} 1\n")).collect::<String>();
         let policy = crate::policy::LendingPolicy::read(0, &policy, |text| text.parse().ok()).expect("lines");
@@ -503,6 +522,23 @@ mod tests {
         let all: Vec<_> = (1000..1010).map(&mut has).collect();
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2, 2, 2, 2, 2, 2, 0, 0, 0]);
         assert_eq!(has(0).len(), 4, "root has what it wants");
+    }
+
+    /// Where the kernel gives no thread, its client hears what to raise.
+    #[test]
+    fn who_gets_no_thread_is_told() {
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("skipped: only root has other users");
+        }
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a pair");
+        let started = thread::spawn(move || {
+            may_make_no_thread(61_011);
+            let daemon = Arc::new(Daemon::new(PoolConfig::new(Page::Huge2M, Shapes(Vec::new()), 0, 0)));
+            let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+            start(&daemon, &Arc::new(pair.0), peer, Arc::default())
+        });
+        let refused = started.join().expect("no panic").expect_err("it may not");
+        assert!(refused.message.contains("TasksMax"), "{refused:?}");
     }
 
     /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers
