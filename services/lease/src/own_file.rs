@@ -164,6 +164,13 @@ impl OwnFile {
         Ok(AloneFile(self))
     }
 
+    /// Whether the descriptor leads to it still, and it has no length and no pages.
+    pub(crate) fn is_there(&self) -> bool {
+        let is_same =
+            |stat: Stat| (stat.st_dev, stat.st_ino) == self.identity && stat.st_size == 0 && stat.st_blocks == 0;
+        stat(&self.path).is_ok_and(is_same)
+    }
+
     /// Gives another open file what the program's has of its own.
     fn liken(&self, file: BorrowedFd<'_>) -> Result<(), NotReplaced> {
         fcntl_setfl(file, self.flags).map_err(refused("F_SETFL"))?;
@@ -173,10 +180,7 @@ impl OwnFile {
     /// The last thing before is a look: another thread may have closed the descriptor, and its number may be another file's by now. A
     /// thread that does so between these two calls loses what it opened; it did so during a call on that very number.
     fn put(&self, file: BorrowedFd<'_>, put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>) -> Result<(), NotReplaced> {
-        let is_same =
-            |stat: Stat| (stat.st_dev, stat.st_ino) == self.identity && stat.st_size == 0 && stat.st_blocks == 0;
-        let is_there = stat(&self.path).is_ok_and(is_same);
-        if !is_there {
+        if !self.is_there() {
             return Err(NotReplaced::Gone);
         }
         put(file).map_err(|errno| match errno {
@@ -323,6 +327,11 @@ fn in_time(
     }
 }
 
+/// What a line of proc_pid_maps(5) has of a file: its device and its number there.
+pub(crate) fn mapped_as(at: &Stat) -> String {
+    format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino)
+}
+
 /// How many descriptors of a process lead to the file of a link and an inode.
 fn ways_to(process: &Path, link: &Path, inode: &str) -> io::Result<usize> {
     let is_it = |descriptor: &fs::DirEntry| {
@@ -335,7 +344,7 @@ fn ways_to(process: &Path, link: &Path, inode: &str) -> io::Result<usize> {
 /// Grows with what all processes have open and mapped. File systems are not asked: one may not answer.
 fn look_for(link: &Path, at: &Stat, known: usize) -> io::Result<bool> {
     let inode = format!("ino:\t{}", at.st_ino);
-    let mapped = format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino);
+    let mapped = mapped_as(at);
     let mut found = 0;
     for process in fs::read_dir("/proc")?.flatten() {
         let process = process.path();

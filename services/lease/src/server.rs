@@ -99,7 +99,11 @@ impl Peer {
             // SAFETY: a descriptor that the kernel has just made for this call.
             Ok(()) => Some(unsafe { OwnedFd::from_raw_fd(process[0] as i32) }),
             // Before Linux 6.5. At once, so that the number is likely to be that process's still.
-            Err(_) => Pid::from_raw(pid as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+            Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+                Pid::from_raw(pid as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())
+            }
+            // It has ended, and another may have its number.
+            Err(_) => None,
         };
         Ok(Peer { asker: Asker { uid, gid, groups }, pid, process })
     }

@@ -111,6 +111,8 @@ const KINDS: &[(&str, &str)] = &[
         "not attached: cannot start the lease's supervisor: this process has several threads; attach first\nplain",
     ),
     ("joined", "leased"),
+    // Its first thread has ended, and has no descriptors.
+    ("headless", "leased"),
     // Whoever else can reach the file has the same memory.
     ("dup", "one"),
     ("fork", "one"),
