@@ -303,7 +303,13 @@ impl Connection {
             // Nobody could have it again.
             let keep = KeepAs { name: name.to_owned(), secret: Some(new.clone()) };
             let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
-            return Err(secret("cannot be written, so the memory is not kept", cause));
+            let what = match cause.kind() {
+                io::ErrorKind::AlreadyExists => {
+                    "has another secret; remove it, if it is of memory that is kept no more"
+                }
+                _ => "cannot be written, so the memory is not kept",
+            };
+            return Err(secret(what, cause));
         }
         Ok(lease)
     }
@@ -363,7 +369,10 @@ pub fn default_socket() -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::daemon::{Daemon, PoolConfig};
     use crate::listener::Listener;
+    use crate::memory_file::MemoryFile;
+    use crate::stock::Shapes;
     use std::thread;
 
     fn listening(name: &str) -> (PathBuf, Listener) {
@@ -401,6 +410,25 @@ mod tests {
         let error = answer.expect_err("nobody takes it").to_string();
         assert!(error.contains("no lease daemon at"), "{error}");
         std::fs::remove_file(&path).expect("its own");
+    }
+
+    /// Its memory went with the daemon, say, that kept it.
+    #[test]
+    fn a_secret_that_outlived_its_memory_is_told_of() {
+        let (path, listener) = listening("outlived");
+        let page = crate::memory_file::Page::Transparent;
+        let daemon = std::sync::Arc::new(Daemon::new(PoolConfig::new(page, Shapes(Vec::new()), page.bytes(), 0)));
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let (stops, stop) = io::pipe().expect("a pipe");
+        let serves = thread::spawn(move || crate::server::serve(&daemon, &listener, stops.as_fd()));
+        let secret = path.with_extension("secret");
+        std::fs::write(&secret, "of old").expect("a file");
+        let leased = Connection::open(&path).expect("it answers").lease_kept(Wish::of(page.bytes()), "cache", &secret);
+        drop(stop);
+        serves.join().expect("no panic").expect("served");
+        std::fs::remove_file(&secret).expect("it is left where it is");
+        let error = leased.expect_err("nobody could have it again").to_string();
+        assert!(error.contains("remove it"), "{error}");
     }
 
     /// A daemon one of whose threads does not come back from the kernel answers others.

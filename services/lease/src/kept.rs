@@ -30,7 +30,7 @@ const NAME: &str = "kept-";
 /// A record's length: it is written by one call, so that a daemon that is killed leaves the old one or the new one.
 const RECORD: usize = 4096;
 
-/// The longest name.
+/// The longest name, of this or of a template.
 pub const MOST_NAME: usize = 200;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -216,8 +216,7 @@ impl Kept {
         !is_free
     }
 
-    /// Has it watched whether anybody has the memory. Nobody opens it by its path meanwhile: nobody has it, or is given it yet. May wait, as
-    /// [`lend`](Self::lend).
+    /// Has it watched whether anybody has the memory. Its owner cannot open it by a path meanwhile. May wait, as [`lend`](Self::lend).
     pub(crate) fn watch(&self, watches: &Watches) -> Result<Watch, Errno> {
         let _turn = self.has_turn();
         self.while_ours(|| watches.add(&self.memory))?

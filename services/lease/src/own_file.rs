@@ -1,20 +1,23 @@
 //! A file that a program has made for itself, and whose place a leased one may take: one that nobody but the program's one descriptor
 //! leads to. With a second descriptor, a mapping, or a copy in a socket there would be two memories where the program has one.
 //!
-//! Nothing but the kernel knows who can reach a file, and there is one thing that it does when the last way to an *open file* is gone:
-//! it gives up the open file's lock (flock(2)). So the program's descriptor is first led to the same file, opened once more, while it
-//! waits in its call; if the lock of the open file that it had then is free, nobody else had that. The same is done again when the
-//! leased file comes: who has duplicated the descriptor meanwhile has the lock, and the program has its own file back. Files that were
-//! opened by a path (`/proc/PID/fd/N`) are open files of their own; these the kernel counts (`F_SETLEASE`, fcntl(2)). From Linux 7.0 on it
-//! counts none on hugetlbfs (EINVAL), so there every process that this user may look at is asked what it has open and mapped; one that is
-//! in a socket, in a ring or in a thread's own table is not seen then, and processes that share a table count as two.
+//! What its own process has duplicated is seen there, and nothing is touched. Else nothing but the kernel knows who can reach a file,
+//! and there is one thing that it does when the last way to an *open file* is gone: it gives up the open file's lock (flock(2)). So the
+//! program's descriptor is first led to the same file, opened once more, while it waits in its call; if the lock of the open file that
+//! it had then is free, nobody else had that. The same is done again when the leased file comes: who has duplicated the descriptor
+//! meanwhile has the lock, and the program has its own file back. Files that were opened by a path (`/proc/PID/fd/N`) are open files of
+//! their own; these the kernel counts (`F_SETLEASE`, fcntl(2)). From Linux 7.0 on it counts none on hugetlbfs (EINVAL), so there every
+//! process that this user may look at is asked what it has open and mapped; one that is in a socket, in a ring or in a thread's own
+//! table is not seen then, and processes that share a table count as two.
 //!
 //! What is left: a thread that duplicates the descriptor between the two, and another one that does so after the second, have two
 //! memories; both during a call on that very number. A descriptor opened with `O_PATH` counts as nothing.
 
 use crate::memory_file::{Page, copy_seals, page_of};
 use crate::seccomp::last_error;
-use rustix::fs::{FileType, FlockOperation, Mode, OFlags, Stat, fcntl_setfl, flock, fstat, major, minor, stat};
+use rustix::fs::{
+    FileType, FlockOperation, Mode, OFlags, SeekFrom, Stat, fcntl_setfl, flock, fstat, major, minor, seek, stat,
+};
 use rustix::io::Errno;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
@@ -35,7 +38,9 @@ pub(crate) struct OwnFile {
     /// Where it was found, and which it is.
     path: String,
     identity: (u64, u64),
+    /// What its open file has of its own.
     flags: OFlags,
+    position: u64,
     pub(crate) close_on_exec: bool,
 }
 
@@ -99,11 +104,17 @@ impl OwnFile {
             Err(Errno::NOENT) => return Err(refused("there is no /proc to look at its descriptor by")(Errno::NOENT)),
             other => other.map_err(refused("its descriptor cannot be looked at"))?,
         };
-        let flags = info.lines().find_map(|line| i32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());
+        let has = |name| info.lines().find_map(|line| Some(line.strip_prefix(name)?.trim()));
+        let flags = has("flags:").and_then(|flags| i32::from_str_radix(flags, 8).ok());
+        let position = has("pos:").and_then(|position| position.parse().ok()).unwrap_or(0);
         let Some(flags) = flags.filter(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY) else { return Ok(None) };
         if !is_in_memory(process, &path, &info) {
             return Ok(None);
         }
+        // Before anything is changed: duplicates in its process have its open file, and are to keep it.
+        let inode = info.lines().find(|line| line.starts_with("ino:"));
+        let at = fs::read_link(&path).ok().zip(inode);
+        let ways = at.and_then(|(link, inode)| ways_to(&Path::new("/proc").join(process), &link, inode).ok());
         // What is looked at is what is opened: a device, say, could do something.
         let at = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let at = at.map_err(refused("its descriptor cannot be looked at"))?;
@@ -116,10 +127,13 @@ impl OwnFile {
             // Of transparent ones any file in memory may have some.
             return if page.pool().is_some() { Err(NotReplaced::Named) } else { Ok(None) };
         }
+        if ways.is_some_and(|ways| ways > 1) {
+            return Err(NotReplaced::Shared);
+        }
         let file = open_again(at.as_fd()).map_err(refused("its file cannot be opened"))?;
         let (identity, close_on_exec) = ((stat.st_dev, stat.st_ino), flags & libc::O_CLOEXEC != 0);
         let flags = OFlags::from_bits_retain(flags as u32);
-        Ok(Some(OwnFile { file, path, identity, flags, close_on_exec }))
+        Ok(Some(OwnFile { file, path, identity, flags, position, close_on_exec }))
     }
 
     /// Leads the descriptor to the same file, opened once more, by `put`, and says whether nothing else leads there. `same` is another
@@ -137,7 +151,7 @@ impl OwnFile {
         if (at.st_dev, at.st_ino) != self.identity {
             return Err(NotReplaced::Gone);
         }
-        fcntl_setfl(&self.file, self.flags).map_err(refused("F_SETFL"))?;
+        self.liken(self.file.as_fd())?;
         // Somebody who has locked it is somebody else.
         flock(&same, FlockOperation::NonBlockingLockExclusive).map_err(|_| NotReplaced::Shared)?;
         self.put(self.file.as_fd(), put).inspect_err(|_| {
@@ -150,13 +164,23 @@ impl OwnFile {
         Ok(AloneFile(self))
     }
 
+    /// Whether the descriptor leads to it still, and it has no length and no pages.
+    pub(crate) fn is_there(&self) -> bool {
+        let is_same =
+            |stat: Stat| (stat.st_dev, stat.st_ino) == self.identity && stat.st_size == 0 && stat.st_blocks == 0;
+        stat(&self.path).is_ok_and(is_same)
+    }
+
+    /// Gives another open file what the program's has of its own.
+    fn liken(&self, file: BorrowedFd<'_>) -> Result<(), NotReplaced> {
+        fcntl_setfl(file, self.flags).map_err(refused("F_SETFL"))?;
+        seek(file, SeekFrom::Start(self.position)).map(drop).map_err(refused("lseek"))
+    }
+
     /// The last thing before is a look: another thread may have closed the descriptor, and its number may be another file's by now. A
     /// thread that does so between these two calls loses what it opened; it did so during a call on that very number.
     fn put(&self, file: BorrowedFd<'_>, put: impl Fn(BorrowedFd<'_>) -> Result<(), Errno>) -> Result<(), NotReplaced> {
-        let is_same =
-            |stat: Stat| (stat.st_dev, stat.st_ino) == self.identity && stat.st_size == 0 && stat.st_blocks == 0;
-        let is_there = stat(&self.path).is_ok_and(is_same);
-        if !is_there {
+        if !self.is_there() {
             return Err(NotReplaced::Gone);
         }
         put(file).map_err(|errno| match errno {
@@ -185,7 +209,8 @@ impl AloneFile {
         let own = &mut self.0;
         copy_seals(own.file.as_fd(), leased).map_err(refused("the leased file cannot have its seals"))?;
         let again = open_again(own.file.as_fd()).map_err(refused("/proc/self/fd"))?;
-        fcntl_setfl(&again, own.flags).map_err(refused("F_SETFL"))?;
+        own.liken(again.as_fd())?;
+        own.liken(leased)?;
         own.put(leased, &put)?;
         // The lock of the one before is free if that was the last way to it.
         own.file = again;
@@ -302,10 +327,24 @@ fn in_time(
     }
 }
 
+/// What a line of proc_pid_maps(5) has of a file: its device and its number there.
+pub(crate) fn mapped_as(at: &Stat) -> String {
+    format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino)
+}
+
+/// How many descriptors of a process lead to the file of a link and an inode.
+fn ways_to(process: &Path, link: &Path, inode: &str) -> io::Result<usize> {
+    let is_it = |descriptor: &fs::DirEntry| {
+        let info = || fs::read_to_string(process.join("fdinfo").join(descriptor.file_name())).unwrap_or_default();
+        fs::read_link(descriptor.path()).is_ok_and(|to| to == link) && info().lines().any(|line| line == inode)
+    };
+    Ok(fs::read_dir(process.join("fd"))?.flatten().filter(is_it).count())
+}
+
 /// Grows with what all processes have open and mapped. File systems are not asked: one may not answer.
 fn look_for(link: &Path, at: &Stat, known: usize) -> io::Result<bool> {
     let inode = format!("ino:\t{}", at.st_ino);
-    let mapped = format!("{:02x}:{:02x} {}", major(at.st_dev), minor(at.st_dev), at.st_ino);
+    let mapped = mapped_as(at);
     let mut found = 0;
     for process in fs::read_dir("/proc")?.flatten() {
         let process = process.path();
@@ -313,11 +352,8 @@ fn look_for(link: &Path, at: &Stat, known: usize) -> io::Result<bool> {
         if process.file_name().is_none_or(|name| !name.as_encoded_bytes().iter().all(u8::is_ascii_digit)) {
             continue;
         }
-        let Ok(descriptors) = fs::read_dir(process.join("fd")) else { continue };
-        for descriptor in descriptors.flatten().filter(|it| fs::read_link(it.path()).is_ok_and(|to| to == link)) {
-            let info = fs::read_to_string(process.join("fdinfo").join(descriptor.file_name())).unwrap_or_default();
-            found += usize::from(info.lines().any(|line| line == inode));
-        }
+        let Ok(ways) = ways_to(&process, link, &inode) else { continue };
+        found += ways;
         let Ok(maps) = File::open(process.join("maps")) else { continue };
         for line in BufReader::new(maps).split(b'\n').map_while(Result::ok) {
             let line = String::from_utf8_lossy(&line);
@@ -335,7 +371,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::memory_file::MemoryFile;
     use crate::wire;
-    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fcntl_getfl, ftruncate, memfd_create, tell};
     use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::process::{Command, Stdio};
@@ -392,6 +428,8 @@ pub(crate) mod tests {
         let copy = own_file.try_clone().expect("a descriptor");
         left_alone("duplicated", &own_file);
         assert_eq!(inode(&copy), inode(&own_file));
+        seek(&copy, SeekFrom::Start(100)).expect("a place");
+        assert_eq!(tell(&own_file), Ok(100), "it is one open file still");
         let own_file = own();
         let _opened = File::open(format!("/proc/self/fd/{}", own_file.as_raw_fd())).expect("opened");
         left_alone("opened by its path", &own_file);
@@ -413,9 +451,15 @@ pub(crate) mod tests {
         child.wait().expect("ended");
         // That the mapping, the other process and so on are over is enough.
         let leased = MemoryFile::new(PAGE, BYTES).expect("a file").into_fd();
+        fcntl_setfl(&own_file, OFlags::APPEND).expect("a flag");
+        seek(&own_file, SeekFrom::Start(100)).expect("a place");
+        let is_like_before =
+            || tell(&own_file) == Ok(100) && fcntl_getfl(&own_file).is_ok_and(|flags| flags.contains(OFlags::APPEND));
         let file = alone(&own_file).expect("nobody else has it");
+        assert!(is_like_before(), "by another open file");
         file.replace(leased.as_fd(), put_at(&own_file)).expect("replaced");
         assert_eq!(inode(&own_file), inode(&leased));
+        assert!(is_like_before(), "with leased memory");
     }
 
     /// One that somebody duplicates between the look and the exchange: the program has its own file back.

@@ -6,7 +6,8 @@
 //! gid 36    512G     0,1
 //! ```
 //!
-//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no line. Nobody else gets anything.
+//! The first line that names the asker decides; what it allows is for all that it names together. Root and the daemon's own user need no
+//! line; a `uid` line that names them is for them, too, and takes their commands from them. Nobody else gets anything.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -125,9 +126,10 @@ impl LendingPolicy {
         Ok(LendingPolicy { owner, rules })
     }
 
-    /// Root and the daemon's own user.
+    /// Root and the daemon's own user, unless a `uid` line names them: the root of a container is the daemon's.
     pub fn is_owner(&self, asker: &Asker) -> bool {
-        asker.uid == 0 || asker.uid == self.owner
+        let names = |rule: &Rule| rule.who == Who::User(asker.uid);
+        (asker.uid == 0 || asker.uid == self.owner) && !self.rules.iter().any(names)
     }
 
     /// Whether anything is said of `asker`.
@@ -196,6 +198,20 @@ mod tests {
         assert_eq!(policy.allows(&Asker::user(5), 1, 0, None), Err(Refusal::NotNamed));
         for uid in [0, 7] {
             assert_eq!(policy.allows(&Asker::user(uid), u64::MAX, 1, None), Ok(()));
+        }
+    }
+
+    /// Of a container, say, whose root is the daemon's.
+    #[test]
+    fn a_line_for_root_binds_it() {
+        let bound = policy("uid 0 4G\nuid 7 1G").expect("valid");
+        let free = policy("gid 0 4G\ngid 7 1G").expect("valid");
+        for (uid, allowed) in [(0, 4 << 30), (7, 1 << 30)] {
+            let (asker, who) = (&Asker::user(uid), Who::User(uid));
+            assert_eq!(bound.allows(asker, allowed, 1, None), Err(Refusal::Quota { allowed, has: 1 }));
+            assert_eq!((bound.names(asker), bound.account(asker), bound.is_owner(asker)), (Ok(()), who, false));
+            assert_eq!(free.allows(asker, allowed, 1, None), Ok(()), "its groups are others', too");
+            assert_eq!((free.account(asker), free.is_owner(asker)), (who, true));
         }
     }
 

@@ -6,6 +6,7 @@ use crate::policy::Asker;
 use crate::wire::{self, Answer, Packet, Refused, RefusedKind, Request};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::SocketFlags;
+use rustix::net::sockopt::{Timeout, set_socket_send_buffer_size, set_socket_timeout};
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -30,7 +31,7 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
     // Somebody who opens kept memory while it is looked at has the kernel send this, and nothing is to be done.
     // SAFETY: no handler.
     unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
-    let (mut users, room) = (BTreeMap::new(), room());
+    let (mut users, room) = (BTreeMap::new(), room(&group()));
     loop {
         let mut wait = [PollFd::new(listener, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
         match poll(&mut wait, None) {
@@ -60,23 +61,22 @@ fn serve_until(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) 
             Err(error) => return Err(error.into()),
         };
         let Ok(peer) = Peer::of(connection.as_fd()) else { continue };
+        let connection = Arc::new(connection);
         // Whoever may have nothing, or has too much, gets no thread. The socket is new, so there is room for the answer.
         let known = daemon.knows(&peer.asker).and_then(|()| enter(&mut users, daemon, &peer.asker, &connection, room));
-        let user = match known {
-            Ok(user) => user,
-            Err(refused) => {
-                let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
-                continue;
-            }
-        };
-        let daemon = Arc::clone(daemon);
-        // A client that is refused a thread sees its connection closed.
-        let thread = thread::Builder::new().name("client".to_owned()).stack_size(STACK);
-        let _ = thread.spawn(move || {
-            // What goes wrong with one client's connection is that client's end.
-            let _ = client(&daemon, connection.as_fd(), &peer, &user);
-        });
+        if let Err(refused) = known.and_then(|user| start(daemon, &connection, peer, user)) {
+            let _ = wire::send(connection.as_fd(), &Answer::Refused(refused), None);
+        }
     }
+}
+
+/// Has a thread serve a connection.
+fn start(daemon: &Arc<Daemon>, connection: &Arc<OwnedFd>, peer: Peer, user: Arc<User>) -> Result<(), Refused> {
+    let (daemon, connection) = (Arc::clone(daemon), Arc::clone(connection));
+    let thread = thread::Builder::new().name("client".to_owned()).stack_size(STACK);
+    // What goes wrong with one client's connection is that client's end.
+    let started = thread.spawn(move || _ = client(&daemon, connection.as_fd(), &peer, &user));
+    started.map(drop).map_err(|_| no_room())
 }
 
 /// Who is at the other end, as the kernel vouches for it.
@@ -99,7 +99,11 @@ impl Peer {
             // SAFETY: a descriptor that the kernel has just made for this call.
             Ok(()) => Some(unsafe { OwnedFd::from_raw_fd(process[0] as i32) }),
             // Before Linux 6.5. At once, so that the number is likely to be that process's still.
-            Err(_) => Pid::from_raw(pid as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+            Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+                Pid::from_raw(pid as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())
+            }
+            // It has ended, and another may have its number.
+            Err(_) => None,
         };
         Ok(Peer { asker: Asker { uid, gid, groups }, pid, process })
     }
@@ -135,6 +139,8 @@ struct User {
     answer: Mutex<()>,
     /// To be given memory, which may have to be filled.
     lease: Mutex<()>,
+    /// To be told how things stand.
+    status: Mutex<()>,
 }
 
 fn turn(of: &Mutex<()>) -> MutexGuard<'_, ()> {
@@ -147,15 +153,30 @@ const MOST: u64 = 1024;
 /// The stack of a connection's thread, in bytes.
 const STACK: usize = 256 << 10;
 
-/// What a connection takes of the daemon's memory and the kernel's, in bytes: 50 KiB were measured.
-const EACH: u64 = 64 << 10;
+/// What a connection takes of the daemon's memory and the kernel's, in bytes: 50 KiB were measured, and as much again is for answers that
+/// are not taken: the socket has room for two packets, and one more may be beyond it.
+const EACH: u64 = 128 << 10;
 
-/// For how many connections half of the memory is enough that this process's control group may have.
-fn room() -> u64 {
+/// For so long a client need not take what is said to it.
+const DEAF: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 5000 });
+
+/// Where this process's control group is.
+fn group() -> String {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default();
-    let most = std::fs::read_to_string(format!("/sys/fs/cgroup{group}/memory.max"));
-    most.ok().and_then(|most| most.trim().parse::<u64>().ok()).map_or(u64::MAX, |most| most / 2 / EACH)
+    format!("/sys/fs/cgroup{}", groups.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default())
+}
+
+/// For how many connections half of the memory is enough that a control group may have, and there may be threads.
+fn room(group: &str) -> u64 {
+    let most = |of| std::fs::read_to_string(format!("{group}/{of}")).ok()?.trim().parse::<u64>().ok();
+    let memory = most("memory.max").map(|most| most / 2 / EACH);
+    memory.into_iter().chain(most("pids.max")).min().unwrap_or(u64::MAX)
+}
+
+fn no_room() -> Refused {
+    let message =
+        "the daemon has no memory, or no thread, left; raise memory.max or pids.max of its control group (TasksMax)";
+    Refused { kind: RefusedKind::LendingPolicy, message: message.to_owned() }
 }
 
 /// One connection more. Root and the daemon's own user have as many as they want, and descriptors that nobody else gets.
@@ -183,24 +204,26 @@ fn enter(
             return refusal("the daemon has no descriptor left for users; raise its limit (LimitNOFILE)".to_owned());
         }
         if all >= room - room / 8 {
-            return refusal("the daemon has no memory left for users; raise its control group's memory.max".to_owned());
+            return Err(no_room());
         }
     }
     Ok(Arc::clone(user))
 }
 
 fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User) -> io::Result<()> {
+    // The kernel doubles it (socket(7)).
+    set_socket_send_buffer_size(connection, wire::PART)?;
+    set_socket_timeout(connection, Timeout::Send, Some(DEAF))?;
     let mut held = Held { daemon, leases: Vec::new() };
     loop {
         wait_for(connection)?;
         let received = {
             let _turn = turn(&user.answer);
-            wire::receive::<Request>(connection)
+            wire::receive_request(connection)
         };
         let request = match received {
             Ok(None) => break,
-            // No request has a descriptor.
-            Ok(Some((request, _))) => Ok(request),
+            Ok(Some(request)) => Ok(request),
             Err(error)
                 if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) =>
             {
@@ -215,8 +238,10 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
                 Ok(Request::Lease(_)) => Some(&user.lease),
                 // It takes a while, and none but who may have all of the daemon's time does it.
                 Ok(Request::Drain {} | Request::Fill {}) => None,
-                // Which asks their disks.
-                Ok(Request::Status {}) if !daemon.config().templates.is_empty() => None,
+                // Which may wait for the memory's owner.
+                Ok(Request::Forget(_)) => None,
+                // Which asks the disks of templates.
+                Ok(Request::Status {}) => Some(&user.status),
                 _ => Some(&user.answer),
             };
             let _turn = of.map(turn);
@@ -226,7 +251,7 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>, peer: &Peer, user: &User)
             };
             answer.map(|(answer, file)| Packet::new(&answer, file)).transpose()?
         };
-        // Whoever does not take its answers waits alone.
+        // Whoever does not take its answers waits alone, and not for long.
         packet.map_or(Ok(()), |packet| packet.send(connection))?;
     }
     // A lease lasts as long as its process, which need not keep the connection open, and as long as the connection, which a supervisor
@@ -268,9 +293,10 @@ fn answer(daemon: &Daemon, peer: &Peer, request: Request, held: &mut Held<'_>) -
             Answer::Done {}
         }
         Request::Forget(forget) => daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {}),
-        Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
-            refused(RefusedKind::LendingPolicy, "only root and the daemon's own user may do that".to_owned())
-        }
+        Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => refused(
+            RefusedKind::LendingPolicy,
+            "only root and the daemon's own user may do that, and not whom a line of the policy names".to_owned(),
+        ),
         Request::Drain {} | Request::Fill {} => {
             daemon.drain(matches!(request, Request::Drain {}));
             Answer::Done {}
@@ -314,9 +340,12 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::background::may_make_no_thread;
     use crate::daemon::PoolConfig;
-    use crate::tests::{BYTES, config, daemon};
-    use crate::wire::{Seen, Wish};
+    use crate::template::Template;
+    use crate::tests::{BYTES, cache, config, daemon, file, is_root, kept};
+    use crate::wire::{Forget, KeepAs, Seen, Wish};
+    use rustix::event::Timespec;
     use rustix::net::{AddressFamily, SocketType, socketpair};
 
     /// A client may say what it likes as often as it likes: of its own leases each thing counts, and is logged, once; of others' nothing.
@@ -384,6 +413,70 @@ mod tests {
         assert_eq!(text.lines().filter(|line| line.contains("\"event\":\"seen\"")).count(), 4, "{text}");
     }
 
+    /// A file of a file system that its sender serves would have whoever closes it wait for that.
+    #[test]
+    fn a_descriptor_with_a_request_is_never_the_daemons() {
+        let daemon = daemon(&[]);
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (ours, theirs) = pair.expect("a pair");
+        let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+        thread::scope(|scope| {
+            scope.spawn(|| client(&daemon, theirs.as_fd(), &peer, &User::default()));
+            let (mut read, write) = io::pipe().expect("a pipe");
+            wire::send(ours.as_fd(), &Request::Status {}, Some(write.as_fd())).expect("sent");
+            drop(write);
+            match wire::receive_answer(ours.as_fd()).expect("received").expect("an answer").0 {
+                Answer::Refused(refused) => assert_eq!(refused.kind, RefusedKind::Invalid, "{refused:?}"),
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(io::Read::read(&mut read, &mut [0]).expect("a pipe"), 0, "nobody has it");
+            let keep = KeepAs { name: "x".repeat(60_000), secret: None };
+            wire::send(ours.as_fd(), &Request::Forget(Forget { keep, uid: None }), None).expect("sent");
+            match wire::receive_answer(ours.as_fd()).expect("received").expect("an answer").0 {
+                Answer::Refused(refused) => assert!(refused.message.len() < 1024, "it is not said again"),
+                other => panic!("{other:?}"),
+            }
+            drop(ours);
+        });
+    }
+
+    /// An owner can keep the kernel busy with its memory: whoever forgets that waits alone, and root does not.
+    #[test]
+    fn nobody_else_waits_while_an_owner_forgets() {
+        if !is_root("has other users") {
+            return;
+        }
+        let daemon = &daemon(&[]);
+        daemon.adopt_kept(vec![kept(file(1), 1000)]);
+        let memory = daemon.first_kept();
+        thread::scope(|scope| {
+            let user = Arc::new(User::default());
+            let connect = || {
+                let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+                let ((ours, theirs), user) = (pair.expect("a pair"), Arc::clone(&user));
+                let peer = Peer { asker: Asker::user(1000), pid: 0, process: None };
+                scope.spawn(move || client(daemon, theirs.as_fd(), &peer, &user));
+                set_socket_timeout(&ours, Timeout::Recv, Some(Duration::from_secs(20))).expect("a timeout");
+                ours
+            };
+            let waits = memory.has_turn();
+            let [forgets, other] = [connect(), connect()];
+            let forget = Forget { keep: cache(None), uid: None };
+            wire::send(forgets.as_fd(), &Request::Forget(forget.clone()), None).expect("sent");
+            while Arc::strong_count(&memory) < 3 {
+                thread::yield_now();
+            }
+            wire::send(other.as_fd(), &Request::Status {}, None).expect("sent");
+            wire::receive_answer(other.as_fd()).expect("in time");
+            let (says, hears) = std::sync::mpsc::channel();
+            let forget = Forget { uid: Some(1000), ..forget };
+            scope.spawn(move || says.send(daemon.forget(&Asker::user(0), &forget)));
+            hears.recv_timeout(Duration::from_secs(20)).expect("in time").expect("root may");
+            drop(waits);
+            assert!(wire::receive_answer(forgets.as_fd()).expect("answered").is_some());
+        });
+    }
+
     /// However many there are, each may be named by the policy.
     #[test]
     fn all_groups_of_a_peer_are_known() {
@@ -400,9 +493,17 @@ mod tests {
         known.join().expect("no panic");
     }
 
-    /// Connections take no more of the daemon's memory than there is, and no user's most of that.
+    /// Connections take no more of the daemon's memory and threads than there are, and no user's most of them.
     #[test]
     fn connections_fit_in_the_memory() {
+        let group = std::env::temp_dir().join(format!("hugemm-group-{}", std::process::id()));
+        std::fs::create_dir(&group).expect("a directory");
+        let rooms = [("memory.max", "max"), ("pids.max", "16"), ("memory.max", "1048576")].map(|(file, most)| {
+            std::fs::write(group.join(file), format!("{most}\n")).expect("written");
+            room(&group.display().to_string())
+        });
+        std::fs::remove_dir_all(&group).expect("its own");
+        assert!(rooms[0] > 16 && rooms[1..] == [16, 4], "{rooms:?}");
         let (mut users, room) = (BTreeMap::new(), 16);
         let policy = (1000..1010).map(|uid| format!("uid {uid} 1\n")).collect::<String>();
         let policy = crate::policy::LendingPolicy::read(0, &policy, |text| text.parse().ok()).expect("lines");
@@ -417,11 +518,29 @@ mod tests {
         assert_eq!(has(0).len(), 4, "root has what it wants");
     }
 
+    /// Where the kernel gives no thread, its client hears what to raise.
+    #[test]
+    fn who_gets_no_thread_is_told() {
+        if !is_root("has other users") {
+            return;
+        }
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("a pair");
+        let started = thread::spawn(move || {
+            may_make_no_thread(61_011);
+            let daemon = Arc::new(daemon(&[]));
+            let peer = Peer { asker: Asker::user(0), pid: 0, process: None };
+            start(&daemon, &Arc::new(pair.0), peer, Arc::default())
+        });
+        let refused = started.join().expect("no panic").expect_err("it may not");
+        assert!(refused.message.contains("TasksMax"), "{refused:?}");
+    }
+
     /// However many connections a user has, one of them is answered at a time; nobody else waits for that, and who takes no answers
     /// keeps none from the others.
     #[test]
     fn connections_of_a_user_are_answered_by_turns() {
-        let daemon = Arc::new(daemon(&[1; 1000]));
+        let templates = vec![Template { name: "none".to_owned(), path: "/nowhere".into() }];
+        let daemon = Arc::new(Daemon::new(PoolConfig { templates, ..config(&[1; 1000]) }));
         let connect = |user: &Arc<User>| {
             let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
             let ((ours, theirs), daemon, user) = (pair.expect("a pair"), Arc::clone(&daemon), Arc::clone(user));
@@ -435,7 +554,7 @@ mod tests {
         let hears = |socket: &OwnedFd| wire::receive_answer(socket.as_fd()).expect("received").expect("an answer");
         rustix::io::ioctl_fionbio(&deaf, true).expect("a socket");
         while wire::send(deaf.as_fd(), &Request::Status {}, None).is_ok() {}
-        let turn = turn(&user.answer);
+        let turn = turn(&user.status);
         several.iter().for_each(ask);
         for _ in 0..100 {
             ask(&another);
@@ -445,5 +564,8 @@ mod tests {
         assert!(several.iter().all(|socket| heard(socket) == Ok(0)), "it is not their turn");
         drop(turn);
         several.iter().for_each(|socket| drop(hears(socket)));
+        let mut waits = [PollFd::new(&deaf, PollFlags::RDHUP)];
+        let gone = poll(&mut waits, Some(&Timespec { tv_sec: 20, tv_nsec: 0 }));
+        assert_eq!(gone, Ok(1), "it is not waited for");
     }
 }

@@ -11,7 +11,7 @@
 pub use crate::lending::Lending;
 use crate::orphan;
 pub use crate::own_file::check_proc;
-use crate::own_file::{AloneFile, NotReplaced, OwnFile};
+use crate::own_file::{AloneFile, NotReplaced, OwnFile, mapped_as};
 use crate::seccomp::{self, Call, CallAnswer, FilterError, Lengths};
 use crate::wire::{Leased, Request, Seen};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -86,8 +86,11 @@ fn start(lending: &mut Lending, require: bool, say: Say) -> Result<(OwnedFd, u32
     let started = pair.map_err(io::Error::from).and_then(|(ours, theirs)| {
         // Here they are closed: a supervisor that gets nothing ends when ours is closed, too.
         let mut its = Some((theirs, Ears::of_this_process()?));
-        if fs::read_dir("/proc/self/task")?.count() != 1 {
-            return Err(io::Error::other("this process has several threads"));
+        // One that was joined is there for a moment still.
+        let mut looks = 0..100;
+        while fs::read_dir("/proc/self/task")?.count() != 1 {
+            looks.next().ok_or_else(|| io::Error::other("this process has several threads; attach first"))?;
+            std::thread::sleep(Duration::from_millis(1));
         }
         let mut life = || {
             let ran = its.take().map(|(theirs, ears)| run(theirs, lending, ears, require, say));
@@ -294,7 +297,8 @@ struct Found {
 struct Watch {
     thread: u32,
     lease: u64,
-    inode: u64,
+    /// As a mapping has it.
+    file: String,
     until: Instant,
 }
 
@@ -455,7 +459,7 @@ impl Supervisor<'_> {
             return Ok(None);
         }
         let same = descriptor_of(call).map_err(|errno| match errno {
-            Errno::BADF => NotReplaced::Gone,
+            Errno::BADF if !found.is_there() => NotReplaced::Gone,
             _ => NotReplaced::Refused("its descriptor cannot be had (kernel.yama.ptrace_scope, CAP_SYS_PTRACE)", errno),
         })?;
         let close_on_exec = found.close_on_exec;
@@ -485,8 +489,8 @@ impl Supervisor<'_> {
             }
             return Err(why);
         }
-        let inode = rustix::fs::fstat(&file).map_or(0, |stat| stat.st_ino);
-        self.watches.push(Watch { thread: call.thread, lease, inode, until: Instant::now() + LOOKS_FOR });
+        let file = rustix::fs::fstat(&file).map_or_else(|_| String::new(), |at| mapped_as(&at));
+        self.watches.push(Watch { thread: call.thread, lease, file, until: Instant::now() + LOOKS_FOR });
         Ok(lease)
     }
 
@@ -495,7 +499,7 @@ impl Supervisor<'_> {
         let lending = &self.lending;
         self.watches.retain(|watch| {
             let maps = fs::read(format!("/proc/{}/maps", watch.thread)).unwrap_or_default();
-            let private = is_private(&maps, watch.inode);
+            let private = is_private(&maps, &watch.file);
             if private == Some(true) {
                 lending.tell(watch.lease, Seen::PrivateMapping);
             }
@@ -510,8 +514,14 @@ fn name_of(thread: u32) -> String {
     name.as_deref().map_or("a program", str::trim).to_owned()
 }
 
-/// Another descriptor of the open file that the call's descriptor leads to. Who waits may be any thread of its process.
+/// Another descriptor of the open file that the call's descriptor leads to. Who waits may be any thread of its process; before Linux 6.9
+/// only the first, which may have ended, says what that has open.
 fn descriptor_of(call: &Call) -> Result<OwnedFd, Errno> {
+    let thread = Pid::from_raw(call.thread as i32).ok_or(Errno::SRCH)?;
+    match pidfd_open(thread, PidfdFlags::from_bits_retain(libc::PIDFD_THREAD)) {
+        Err(Errno::INVAL) => {}
+        thread => return pidfd_getfd(thread?, call.fd as i32, PidfdGetfdFlags::empty()),
+    }
     let status = fs::read_to_string(format!("/proc/{}/status", call.thread)).unwrap_or_default();
     let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
     let leader = leader.and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
@@ -519,13 +529,13 @@ fn descriptor_of(call: &Call) -> Result<OwnedFd, Errno> {
     pidfd_getfd(process, call.fd as i32, PidfdGetfdFlags::empty())
 }
 
-/// Whether an inode is mapped privately; `None` if it is not mapped. Lines as in proc_pid_maps(5).
-fn is_private(maps: &[u8], inode: u64) -> Option<bool> {
-    let inode = inode.to_string();
+/// Whether a file is mapped privately; `None` if it is not mapped. Lines as in proc_pid_maps(5).
+fn is_private(maps: &[u8], file: &str) -> Option<bool> {
     maps.split(|&byte| byte == b'\n').find_map(|line| {
         let mut words = line.split(|&byte| byte == b' ').filter(|word| !word.is_empty());
         let rights = words.nth(1)?;
-        (words.nth(2)? == inode.as_bytes()).then(|| rights.last() == Some(&b'p'))
+        let at = [words.nth(1)?, words.next()?].join(&b' ');
+        (at == file.as_bytes()).then(|| rights.last() == Some(&b'p'))
     })
 }
 
@@ -605,10 +615,11 @@ mod tests {
     #[test]
     fn mappings_are_read_as_the_kernel_writes_them() {
         let maps =
-            b"7f00-7f10 rw-s 00000000 00:10 4711    /memfd:a b (deleted)\n7f10-7f20 rw-p 00000000 00:10 42  /x\n";
-        assert_eq!(is_private(maps, 4711), Some(false));
-        assert_eq!(is_private(maps, 42), Some(true));
-        assert_eq!(is_private(maps, 7), None);
+            b"7f00-7f10 rw-p 00000000 00:20 4711    /y\n7f10-7f20 rw-s 00000000 00:10 4711    /memfd:a b (deleted)\n\
+            7f20-7f30 rw-p 00000000 00:10 42  /x\n";
+        assert_eq!(is_private(maps, "00:10 4711"), Some(false), "another device has that number, too");
+        assert_eq!(is_private(maps, "00:10 42"), Some(true));
+        assert_eq!(is_private(maps, "00:10 7"), None);
     }
 
     #[test]

@@ -12,8 +12,12 @@ use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Longest packet. What is longer is announced by one, and sent in as many as it takes.
+/// Longest packet that is taken of an answer, and of a request, which is quoted where it makes no sense.
 const MOST: usize = 1 << 16;
+const MOST_ASKED: usize = 1 << 12;
+
+/// Longest packet of an answer. What is longer is announced by one, and sent in as many as it takes.
+pub(crate) const PART: usize = 1 << 14;
 
 /// What a client wants.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,11 +192,11 @@ impl Packet {
 
     /// Waits for whoever takes it.
     pub(crate) fn send(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        if self.text.len() > MOST {
+        if self.text.len() > PART {
             send(socket, &Answer::Long { bytes: self.text.len() }, None)?;
         }
         let fds = std::iter::once(self.fd.as_ref().map(AsFd::as_fd)).chain(std::iter::repeat(None));
-        self.text.chunks(MOST).zip(fds).try_for_each(|(part, fd)| send_packet(socket, part, fd))
+        self.text.chunks(PART).zip(fds).try_for_each(|(part, fd)| send_packet(socket, part, fd))
     }
 }
 
@@ -224,8 +228,18 @@ fn send_packet(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>)
 ///
 /// The system's; `InvalidData` for what is no such packet.
 pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Option<OwnedFd>)>> {
-    let Some((bytes, fd)) = receive_packet(socket)? else { return Ok(None) };
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let Some((bytes, fd)) = receive_packet(socket, RecvAncillaryBuffer::new(&mut space), MOST)? else {
+        return Ok(None);
+    };
     Ok(Some((serde_json::from_slice(&bytes)?, fd)))
+}
+
+/// Receives a request, and no descriptor: whoever closes a file waits for what serves its file system, which may be its sender's. What
+/// comes without room for it the kernel drops, and nobody waits (`scm_destroy` of net/core/scm.c).
+pub(crate) fn receive_request(socket: BorrowedFd<'_>) -> io::Result<Option<Request>> {
+    let packet = receive_packet(socket, RecvAncillaryBuffer::new(&mut []), MOST_ASKED)?;
+    Ok(packet.map(|(bytes, _)| serde_json::from_slice(&bytes)).transpose()?)
 }
 
 /// Receives an answer, however long, as [`receive`] does.
@@ -240,7 +254,7 @@ pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Opti
     };
     let mut text = Vec::new();
     while text.len() < bytes {
-        match receive_packet(socket)? {
+        match receive_packet(socket, RecvAncillaryBuffer::new(&mut []), MOST)? {
             Some((part, _)) => text.extend(part),
             None => return Ok(None),
         }
@@ -248,13 +262,15 @@ pub fn receive_answer(socket: BorrowedFd<'_>) -> io::Result<Option<(Answer, Opti
     Ok(Some((serde_json::from_slice(&text)?, fd)))
 }
 
-fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
+fn receive_packet(
+    socket: BorrowedFd<'_>,
+    mut control: RecvAncillaryBuffer<'_>,
+    most: usize,
+) -> io::Result<Option<(Vec<u8>, Option<OwnedFd>)>> {
     // As long as what comes: 64 KiB of zeros would be sixteen pages, which a program that starts waits for.
     let length =
         rustix::io::retry_on_intr(|| rustix::net::recv(socket, &mut [0_u8; 0], RecvFlags::PEEK | RecvFlags::TRUNC))?.1;
-    let mut bytes = vec![0; length.min(MOST)];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; length.min(most)];
     // A wait that has an end is cut short where the process is stopped and goes on (signal(7)).
     let got = rustix::io::retry_on_intr(|| {
         rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
@@ -274,7 +290,8 @@ fn receive_packet(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Option<
     }
     if got.flags.contains(ReturnFlags::CTRUNC) {
         return invalid(
-            "the descriptor that came cannot be had: none is free (ulimit -n), SELinux or AppArmor forbids it, or more than one came",
+            "a descriptor came that is not taken: with no request; else none is free (ulimit -n), SELinux or AppArmor forbids it, or \
+             there is more than one",
         );
     }
     bytes.truncate(got.bytes);

@@ -152,6 +152,11 @@ impl Daemon {
         Some(Ok((Leased { lease, bytes: wish.bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
     }
 
+    #[cfg(test)]
+    pub(crate) fn first_kept(&self) -> Arc<Kept> {
+        self.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept")
+    }
+
     /// Keeps memory no more.
     ///
     /// # Errors
@@ -161,7 +166,8 @@ impl Daemon {
         let commands = self.may_command(asker);
         let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
         let key = (uid, forget.keep.name.clone());
-        let watched = self.watch_kept(&key);
+        // Whoever commands waits for no owner.
+        let watched = if commands { Ok(()) } else { self.watch_kept(&key) };
         let mut state = self.state();
         match state.kept.get(&key) {
             None => {
@@ -175,7 +181,7 @@ impl Daemon {
                 Err(refused(RefusedKind::Kept, message))
             }
             // It would count no more.
-            Some(kept) if let (false, Err(why), true) = (commands, watched, kept.is_in_use()) => {
+            Some(kept) if let (Err(why), true) = (watched, kept.is_in_use()) => {
                 Err(refused(RefusedKind::Kept, unknown(why)))
             }
             Some(_) => {
@@ -268,7 +274,7 @@ mod tests {
         let again = cached(leased.secret.as_deref());
         daemon.end(leased.lease);
         drop(file);
-        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        let memory = daemon.first_kept();
         let resumed = std::thread::scope(|scope| {
             let waits = memory.has_turn();
             let resumed = scope.spawn(|| daemon.lease(root, 8, &again));
@@ -300,7 +306,7 @@ mod tests {
         assert_eq!(daemon.status().kept.iter().map(|kept| kept.bytes).collect::<Vec<_>>(), [BYTES]);
         let wish = cached(Some("secret"));
         assert!(daemon.lease(root, 7, &wish).expect_err("of another length").message.contains("longer or shorter"));
-        let memory = daemon.state().kept.values().next().map(|kept| Arc::clone(&kept.memory)).expect("kept");
+        let memory = daemon.first_kept();
         rustix::fs::ftruncate(memory.memory(), BYTES).expect("its own");
         drop(memory);
         let (leased, file) = daemon.lease(root, 7, &wish).expect("as it was");

@@ -86,8 +86,8 @@ impl Daemon {
         let PoolConfig { page, node, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         let is_name = |name: &str| (1..=MOST_NAME).contains(&name.len()) && !name.contains(char::is_control);
-        if wish.keep.as_ref().is_some_and(|keep| !is_name(&keep.name)) {
-            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes, and no control characters"));
+        if !wish.keep.iter().map(|keep| &keep.name).chain(&wish.template).all(|name| is_name(name)) {
+            return invalid(format!("a name has 1 to {MOST_NAME} bytes, and no control characters"));
         }
         if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish, keep)) {
             return resumed;
@@ -284,6 +284,7 @@ mod tests {
     use crate::memory_file::Page;
     use crate::policy::{LendingPolicy, Who};
     use crate::tests::{BYTES, allows, config, daemon, is_root, with_capabilities};
+    use crate::wire::KeepAs;
     use std::sync::Barrier;
     use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -293,6 +294,16 @@ mod tests {
         let daemon = Daemon::new(PoolConfig { free: |_, _| panic!("looked"), ..config(&[1]) });
         daemon.gets(1);
         daemon.lends(0, BYTES).expect("it is ready");
+    }
+
+    /// It would be in the refusal, and in the log.
+    #[test]
+    fn no_long_name_is_said_again() {
+        let daemon = daemon(&[]);
+        let refusal = |wish| daemon.lease(&Asker::user(0), 7, &wish).expect_err("no such name").message.len();
+        let (name, wish) = ("x".repeat(MOST_NAME + 1), Wish::of(1));
+        assert!(refusal(Wish { template: Some(name.clone()), ..wish.clone() }) < 100);
+        assert!(refusal(Wish { keep: Some(KeepAs { name, secret: None }), ..wish }) < 100);
     }
 
     /// Who asks again and again for more than can be had does not keep what is ready from others.

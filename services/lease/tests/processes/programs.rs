@@ -106,7 +106,13 @@ const KINDS: &[(&str, &str)] = &[
     #[cfg(target_arch = "x86_64")]
     ("int80", "plain"),
     // A copy of it would have half of what its other thread does.
-    ("threads", "not attached: cannot start the lease's supervisor: this process has several threads\nplain"),
+    (
+        "threads",
+        "not attached: cannot start the lease's supervisor: this process has several threads; attach first\nplain",
+    ),
+    ("joined", "leased"),
+    // Its first thread has ended, and has no descriptors.
+    ("headless", "leased"),
     // Whoever else can reach the file has the same memory.
     ("dup", "one"),
     ("fork", "one"),

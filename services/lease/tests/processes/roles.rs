@@ -62,8 +62,8 @@ pub(crate) fn client(socket: &Path, role: &str) {
     if role == "filtered" {
         allow_all();
     }
-    if role == "threads" {
-        std::thread::spawn(std::thread::park);
+    if let "threads" | "joined" = role {
+        std::thread::spawn(if role == "threads" { std::thread::park } else { || std::thread::sleep(ENDS_SOON) });
     }
     if role == "ignores" {
         // What some shells and service managers start is started like this.
@@ -88,6 +88,9 @@ pub(crate) fn client(socket: &Path, role: &str) {
     }
     panic!("{}", me(&["program", role]).exec());
 }
+
+/// For how long a thread is there that may be joined already, longer than it takes to lease, and less than is waited for it.
+const ENDS_SOON: Duration = Duration::from_millis(20);
 
 /// How a role begins whose memory is leased when it is made.
 pub(crate) const UP_TO: &str = "up-to-";
@@ -149,6 +152,16 @@ pub(crate) fn program(role: &str) {
     }
     if role == "beside" {
         return beside();
+    }
+    if role == "headless" {
+        std::thread::spawn(|| {
+            let main = format!("/proc/self/task/{}/stat", std::process::id());
+            while !std::fs::read_to_string(&main).is_ok_and(|stat| stat.contains(") Z ")) {}
+            program("plain");
+            std::process::exit(0);
+        });
+        // SAFETY: this thread alone ends, and nobody uses what is on its stack.
+        unsafe { libc::syscall(libc::SYS_exit, 0) };
     }
     let file = own_file();
     if ["dup", "fork", "reopen", "send"].contains(&role) {
