@@ -7,8 +7,6 @@ use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Flags, Lookup, PageFormat};
 use hugemm_vm::{AddressSpace, Advice, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// Tries to page out what is mapped at an address; whether it went.
 fn pages_out<'h, F: PageFormat>(
@@ -120,41 +118,6 @@ fn what_cannot_be_is_refused() {
         rig.vm.unmap(cx, &space, span(AT + 0x8000, 0x1000)).expect("an area");
         rig.vm.prefault(&space, span(AT, 0x1000), None).work(cx, &Never).expect("memory");
         assert_eq!(space.locked(), 0);
-        rig.vm.destroy(cx, space).expect("nobody uses it");
-    });
-}
-
-/// Areas that become one while they are looked at are counted once.
-#[test]
-fn what_is_joined_meanwhile_is_locked_once() {
-    // More than one look sees.
-    const PAGES: u64 = 1030;
-    with_cpu(16, 2, 8, |rig, cx| {
-        let (all, part) = (span(AT, PAGES << 12), span(AT + (900 << 12), 130 << 12));
-        let space = rig.space(cx, all, SMALL);
-        for page in (1..PAGES).step_by(2) {
-            rig.vm.advise(cx, &space, span(AT + (page << 12), 0x1000), Advice::Random).expect("an area");
-        }
-        rig.vm.lock(cx, &space, all, PAGES).expect("within the limit");
-        let looked = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                while !looked.load(Ordering::SeqCst) {
-                    std::thread::yield_now();
-                }
-                rig.mmu.as_cpu(CpuId::new(1), |cx| rig.vm.advise(cx, &space, part, Advice::Normal)).expect("areas");
-            });
-            // Whoever waits for the list alone by then has it before the next look.
-            let joins = || {
-                looked.store(true, Ordering::SeqCst);
-                std::thread::sleep(Duration::from_millis(100));
-                true
-            };
-            let mut locked = Ok(());
-            at_unlock(&joins, || locked = rig.vm.lock(cx, &space, all, PAGES - 1));
-            assert_eq!(locked, Err(VmError::LockLimit { locked: PAGES }));
-        });
-        assert_eq!(space.locked(), PAGES);
         rig.vm.destroy(cx, space).expect("nobody uses it");
     });
 }
