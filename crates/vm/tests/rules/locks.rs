@@ -1,12 +1,12 @@
 //! What is locked: present at once, counted, within a limit, and in memory until it is unlocked. On both formats.
 
 use crate::support::{
-    AT, Cx, Model, Rig, SMALL, at_unlock, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
+    AT, Cx, Model, Rig, SMALL, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
 };
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, with};
+use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Flags, Lookup, PageFormat};
-use hugemm_vm::{AddressSpace, Advice, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
+use hugemm_vm::{AddressSpace, Backing, Discard, Protection, UnhookedPage, Usage, VmError, VmaKind};
 
 /// Tries to page out what is mapped at an address; whether it went.
 fn pages_out<'h, F: PageFormat>(
