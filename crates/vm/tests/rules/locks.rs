@@ -1,8 +1,6 @@
 //! What is locked: present at once, counted, within a limit, and in memory until it is unlocked. On both formats.
 
-use crate::support::{
-    AT, Cx, Model, Rig, SMALL, bounds, no_faults, on_both_formats, span, with_cpu, with_format,
-};
+use crate::support::{AT, Cx, Model, Rig, SMALL, bounds, no_faults, on_both_formats, span, with_cpu, with_format};
 use hugemm_base::{Never, PageSize, VirtAddr, with};
 use hugemm_frames::Frozen;
 use hugemm_paging::{Flags, Lookup, PageFormat};
