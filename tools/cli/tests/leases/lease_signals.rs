@@ -243,7 +243,7 @@ fn a_bench_that_is_interrupted_keeps_what_it_has() {
         let answers = "read a; echo '{\"return\": {}}'; read b; echo '{\"return\": {}}'; read c; exit 0";
         let bench = bench_on(
             &scratch,
-            &format!("echo >>{starts}; [ $(wc -l <{starts}) -lt 5 ] || kill -INT $bench; {answers}"),
+            &format!("echo >>{starts}; [ $(wc -l <{starts}) -lt 7 ] || kill -INT $bench; {answers}"),
         );
         let mut bench = { bench }.arg(format!("--json={saved}")).stderr(Stdio::piped()).spawn().expect("a bench");
         assert_eq!(end_of(&mut bench, "the bench does not end").code(), Some(130));
@@ -251,7 +251,7 @@ fn a_bench_that_is_interrupted_keeps_what_it_has() {
         bench.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
         assert!(said.contains("filling 8MB takes") && said.contains(" min\n"), "{said}");
         let document = serde_json::from_slice(&std::fs::read(&saved).expect("saved")).expect("one JSON document");
-        // The first use, and those ways that were over: the first of them starts two machines.
+        // The first use, and those ways that were over, of which each starts two machines.
         let ways = rows(&document, "bench.lease.exec_to_ready").len();
         assert!((3..6).contains(&ways), "{document}");
         wait_until_pool_has(before);
