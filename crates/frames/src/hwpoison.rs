@@ -112,8 +112,13 @@ impl<'m, E: Env> Frames<'m, E> {
         self.suspects().remove(pfn);
     }
 
-    /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
+    /// A block that was kept if it may be handed out: frames can become refused meanwhile. If not, what can be kept of it has been freed.
+    #[inline]
     pub(crate) fn admit(&self, pin: CpuPin<'_>, block: Frozen) -> Option<Frozen> {
+        if self.has_suspects() { self.admit_known(pin, block) } else { Some(block) }
+    }
+
+    fn admit_known(&self, pin: CpuPin<'_>, block: Frozen) -> Option<Frozen> {
         let arena = self.arena(block.pfn())?;
         if !self.is_suspect(arena, &block) {
             return Some(block);

@@ -327,7 +327,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let will_do = here && !(prefer_zeroed && self.may_have_zero());
         let block = if will_do { own.take_gathered(order.get(), mobility)? } else { return None };
         // Blocks of these orders are not looked at when they are freed.
-        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
+        self.admit(pin, block)
     }
 
     /// From the nodes: the CPU's, through the cache if that holds the order, the others, and all of them once more with what this CPU has
@@ -492,7 +492,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let block = class.pop()?;
         // Frames can become refused while they are cached: the next is the node's.
-        if self.has_suspects() { self.admit(pin, block) } else { Some(block) }
+        self.admit(pin, block)
     }
 
     /// Frees one block, as dirty. A block of another manager is left alone, and lost: whoever is not sure asks

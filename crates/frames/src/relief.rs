@@ -169,10 +169,8 @@ impl<E: Env> Frames<'_, E> {
             })?;
             // SAFETY: an unmovable frame that the reserve owned.
             let block = unsafe { Frozen::assume_owned(frame.base(), Order::ZERO, Mobility::Unmovable) };
-            // It may have been poisoned meanwhile, and is gone then.
-            let block = if self.has_suspects() { cx.pinned(|pin| self.admit(pin, block)) } else { Some(block) };
-            if block.is_some() {
-                return block;
+            if let Some(block) = cx.pinned(|pin| self.admit(pin, block)) {
+                return Some(block);
             }
         }
     }
