@@ -369,10 +369,8 @@ pub fn default_socket() -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::daemon::{Daemon, PoolConfig};
     use crate::listener::Listener;
-    use crate::memory_file::MemoryFile;
-    use crate::stock::Shapes;
+    use crate::tests::{BYTES, daemon};
     use std::thread;
 
     fn listening(name: &str) -> (PathBuf, Listener) {
@@ -416,14 +414,13 @@ mod tests {
     #[test]
     fn a_secret_that_outlived_its_memory_is_told_of() {
         let (path, listener) = listening("outlived");
-        let page = crate::memory_file::Page::Transparent;
-        let daemon = std::sync::Arc::new(Daemon::new(PoolConfig::new(page, Shapes(Vec::new()), page.bytes(), 0)));
-        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let daemon = std::sync::Arc::new(daemon(&[1]));
+        daemon.gets(1);
         let (stops, stop) = io::pipe().expect("a pipe");
         let serves = thread::spawn(move || crate::server::serve(&daemon, &listener, stops.as_fd()));
         let secret = path.with_extension("secret");
         std::fs::write(&secret, "of old").expect("a file");
-        let leased = Connection::open(&path).expect("it answers").lease_kept(Wish::of(page.bytes()), "cache", &secret);
+        let leased = Connection::open(&path).expect("it answers").lease_kept(Wish::of(BYTES), "cache", &secret);
         drop(stop);
         serves.join().expect("no panic").expect("served");
         std::fs::remove_file(&secret).expect("it is left where it is");
