@@ -179,6 +179,13 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
         unsafe { self.platform.cond_resched() }
     }
 
+    /// The same where the caller [may sleep](Cpu::may_sleep), and nothing elsewhere: between the parts of what takes long.
+    pub fn resched_if_may_sleep(&mut self) {
+        if self.platform.may_sleep() {
+            self.cond_resched();
+        }
+    }
+
     /// A cancellation point: whether the operation should stop here. Never sleeps; counts a yes.
     pub fn cancelled(&mut self, cancel: &impl Cancel) -> bool {
         let yes = cancel.requested();

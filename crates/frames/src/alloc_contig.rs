@@ -390,9 +390,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 return Err(AllocContigError::InUse(head));
             }
             drained = false;
-            if cx.platform().may_sleep() {
-                cx.cond_resched();
-            }
+            cx.resched_if_may_sleep();
         }
         Ok(())
     }

@@ -142,8 +142,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.drop_in_block(cx, arena, now, &mut collected);
                 rest = later;
                 blocks += 1;
-                if blocks % BLOCKS_PER_BREATH == 0 && !rest.is_empty() && cx.platform().may_sleep() {
-                    cx.cond_resched();
+                if blocks % BLOCKS_PER_BREATH == 0 && !rest.is_empty() {
+                    cx.resched_if_may_sleep();
                 }
             }
             collected.close(cx);
@@ -174,8 +174,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 }
             }
             since += pages;
-            if since >= BLOCKS_PER_BREATH << BLOCK_ORDER && cx.platform().may_sleep() {
-                cx.cond_resched();
+            if since >= BLOCKS_PER_BREATH << BLOCK_ORDER {
+                cx.resched_if_may_sleep();
                 since = 0;
             }
         }

@@ -85,9 +85,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     /// After a unit: others may run, and somebody may ask to stop.
     fn pause<P: Cpu>(&mut self, cx: &mut CpuCx<'_, P>, cancel: &impl Cancel) {
         self.report.cancelled = self.report.cancelled || cx.cancelled(cancel);
-        if cx.platform().may_sleep() {
-            cx.cond_resched();
-        }
+        cx.resched_if_may_sleep();
     }
 
     /// A step: goes over the units of which pages are staged.

@@ -206,8 +206,8 @@ impl<S: KvaSetup> Kva<'_, S> {
             // SAFETY: just taken.
             unsafe { blocks.push(frames, block) };
             left -= block.pages();
-            if blocks.len().is_multiple_of(PART) && cx.platform().may_sleep() {
-                cx.cond_resched();
+            if blocks.len().is_multiple_of(PART) {
+                cx.resched_if_may_sleep();
             }
         }
         Ok(())

@@ -287,7 +287,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
                 unsafe { self.give(cx, home, record) };
             }
             areas += count;
-            self.let_others_run(cx);
+            cx.resched_if_may_sleep();
         }
         // Before it is said to be over. Release pairs with the Acquire in `given_back`.
         self.given_back.fetch_add(1, Ordering::Release);

@@ -14,7 +14,6 @@ use crate::setup::{Cx, KvaParts, KvaSetup};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::lock::PinnedLock;
-use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtRange};
 use hugemm_frames::{Env, Slab};
@@ -259,7 +258,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             while let Some(block) = cx.pinned(|pin| home.0.lock(pin).take_block()) {
                 self.give_block(cx, block);
                 self.forget(cx, [Some(block)]);
-                self.let_others_run(cx);
+                cx.resched_if_may_sleep();
             }
         }
         (0..self.homes.len()).for_each(|home| self.trim_home(cx, home));
@@ -287,7 +286,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             }
             // SAFETY: it is the home's, held, and nothing is mapped there.
             unsafe { self.give(cx, home as u8, held) };
-            self.let_others_run(cx);
+            cx.resched_if_may_sleep();
         }
     }
 
@@ -309,14 +308,7 @@ impl<'m, S: KvaSetup> Kva<'m, S> {
             let done = table.harvest_some(detached, ENTRIES, Flags::NONE, |_| (), |_, _, _| ());
             drop(table);
             rest = done.ok().and_then(|(_, rest)| rest);
-            self.let_others_run(cx);
-        }
-    }
-
-    /// A reschedule point, if the caller may sleep.
-    pub(crate) fn let_others_run(&self, cx: &mut Cx<'_, S>) {
-        if cx.platform().may_sleep() {
-            cx.cond_resched();
+            cx.resched_if_may_sleep();
         }
     }
 }

@@ -8,8 +8,8 @@ use crate::lru::{BATCH, Batch, LruEnd, LruPolicy, LruVerdict, Mark, Take};
 use crate::node_reclaim::{Look, NodeReclaim, Unhooked, Unwritten};
 use crate::swap::Swap;
 use crate::ways::Steps;
+use hugemm_base::Cancel;
 use hugemm_base::lock::RawLock;
-use hugemm_base::{Cancel, Cpu};
 use hugemm_vm::{Cx, Owner, Setup};
 
 /// How far a pass may go, in base pages.
@@ -103,9 +103,7 @@ impl<'s, 'v, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> NodeReclaim<'
             if !self.batch(cx, most, &mut progress) && full {
                 break;
             }
-            if cx.platform().may_sleep() {
-                cx.cond_resched();
-            }
+            cx.resched_if_may_sleep();
         }
         progress.full = progress.full && !self.lru.has_sourced(cx);
         progress

@@ -5,7 +5,6 @@ use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::vm::Vm;
-use hugemm_base::platform::Cpu;
 use hugemm_base::{Dirty, Extent, PAGE_SHIFT, PhysMap};
 use hugemm_clear::folio;
 
@@ -30,9 +29,7 @@ impl<S: Setup> Vm<'_, S> {
             if copied.is_err() {
                 break;
             }
-            if cx.platform().may_sleep() {
-                cx.cond_resched();
-            }
+            cx.resched_if_may_sleep();
             // SAFETY: this value stands for an order only; it is abandoned as dirty whatever has been recorded.
             unsafe { order.advance(unit.pages()) };
         }

@@ -18,7 +18,6 @@ use crate::vm::Vm;
 use crate::vma::Pattern;
 use core::cell::RefCell;
 use core::fmt;
-use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
@@ -176,9 +175,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 return Err(error);
             }
             phases.enter(Phase::Other);
-            if cx.platform().may_sleep() {
-                cx.cond_resched();
-            }
+            cx.resched_if_may_sleep();
         }
     }
 
